@@ -19,16 +19,22 @@ from tests.accelerator.device import Machine, here, machine
 from tests.accelerator.memory import Place
 
 
+def _named(own: Machine, device: Any) -> torch.device:
+    """The device that a caller names. A number is an accelerator's, which PyTorch without one would not take."""
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    assert named.type != "cuda" or named.index in (None, own.device.index), f"{named} is the GPU of another rank"
+    return named
+
+
 def _make(own: Machine, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A factory function, perhaps with a device; one that is like another tensor is where that is."""
     if kwargs.get("device") is None and not kwargs.get("pin_memory") and func.__name__.endswith(operators.SHAPES_ALONE):
         return func(*args, **kwargs)
     pinned, device = kwargs.pop("pin_memory", False), kwargs.pop("device", None)
-    device = None if device is None else torch.device(device)
+    device = None if device is None else _named(own, device)
     if device is not None and device.type not in ("cpu", "cuda"):
         return func(*args, device=device, **kwargs)
     place: Place = "device" if device is not None and device.type == "cuda" else "pinned" if pinned else "host"
-    assert place != "device" or device.index in (None, own.device.index), f"{device} is the GPU of another rank"  # type: ignore[union-attr]
     own.making.append(place)
     try:
         made = func(*args, **kwargs) if device is None else func(*args, device="cpu", **kwargs)
@@ -80,7 +86,7 @@ def _to(own: Machine, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> T
     given = [*args, *kwargs.values()]
     other = next((one for one in given if isinstance(one, Tensor)), None)
     names = (one for one in given if isinstance(one, torch.device | str | int) and not isinstance(one, bool))
-    device = next((torch.device(one) if not isinstance(one, int) else own.device for one in names), None)
+    device = next((_named(own, one) for one in names), None)
     if device is not None and device.type not in ("cpu", "cuda"):
         return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
     wanted: Place = own.place(tensor)
@@ -99,6 +105,15 @@ def _to(own: Machine, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> T
     if not [one for one in [*kept, *named.values()] if not isinstance(one, bool)] and not named.get("copy", False):
         return tensor
     return func(tensor, *kept, **named)  # type: ignore[no-any-return]
+
+
+def _parse_to(own: Machine, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """By which modules and tensordicts read what their ``to`` is given."""
+    if args and isinstance(args[0], int):
+        args = (_named(own, args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = _named(own, kwargs["device"])
+    return func(*args, **kwargs)
 
 
 def _nested_to(own: Machine, func: Any, tensor: NestedTensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -252,6 +267,7 @@ def simulated() -> Iterator[None]:
             current_device=lambda: machine().device.index,
         ),
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        mock.patch.object(torch._C._nn, "_parse_to", _answered(torch._C._nn._parse_to, _parse_to)),
     ):
         yield
 

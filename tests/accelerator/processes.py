@@ -18,8 +18,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from bytescale.attention.kernels import CudaFlashKernel
 from bytescale.hf.loop import micro_batch
+from bytescale.runtime import group as runtime_group
 from tests.accelerator.device import Machine, here
-from tests.accelerator.groups import Communicator, simulated_groups
+from tests.accelerator.groups import simulated_groups
 from tests.accelerator.loops import micro_batches_are_parts, waits_amid
 
 BACKEND = "simulated"
@@ -34,10 +35,10 @@ def _zero(*args: Any, **options: Any) -> int:
     return 0
 
 
-def _communicator(store: Any, rank: int, size: int, timeout: timedelta) -> Communicator:
-    own = here()
-    assert own is not None, "the group is made by the host of a simulated accelerator"
-    return Communicator(dist.ProcessGroupGloo(store, rank, size, timeout), own)
+def _communicator(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    assert here() is not None, "the group is made by the host of a simulated accelerator"
+    # ``simulated_groups`` has put a communicator around it.
+    return runtime_group.gloo_group(store, rank, size, timeout.total_seconds())
 
 
 @contextmanager

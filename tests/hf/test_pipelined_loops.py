@@ -310,6 +310,8 @@ def wrong_on_the_last_stage(what: str) -> Callable[[dist.ProcessGroup, nn.Module
                 return model.get_output_embeddings().weight.sum()  # type: ignore[operator]
             if what == "nothing":
                 return micro.loss_sum(model).backward()  # type: ignore[no-untyped-call, no-any-return]
+            if what == "raises":
+                raise KeyError("rewards")
             if what == "routes":
                 micro.record_routes()
             if what == "keys":
@@ -326,6 +328,7 @@ def wrong_on_the_last_stage(what: str) -> Callable[[dist.ProcessGroup, nn.Module
     [
         ("not run", "did not run the model, or returned Tensor"),
         ("nothing", "or returned NoneType"),
+        ("raises", r"'rewards'\s+Other stages wait for this rank.*hdp\.recover\(\)"),
         ("run twice", r"run outside of a plan, or twice.*forward_backward"),
         ("routes", r"outes and chosen keys with pp = 2.*the last stage's layers alone"),
         ("keys", r"outes and chosen keys with pp = 2"),

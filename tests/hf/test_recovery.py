@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ from torch import nn
 import bytescale
 from bytescale import HDP
 from bytescale.common.errors import CheckpointError, ConfigError, RanksLost
-from bytescale.hf.loop.micro_batch import Engine
+from bytescale.hf.loop.micro_batch import Engine, Micro
 from bytescale.hf.loop.planned_batch import PlannedBatch
 from bytescale.parity import small_model
 from bytescale.runtime import watch as watch_file
@@ -83,9 +83,20 @@ def trained(hdp: HDP, model: nn.Module, dies: Dies = lambda number, where: None)
     return losses
 
 
-def trained_by_function(hdp: HDP, model: nn.Module, *, full: int, last: bool = False) -> dict[int, float]:
-    """The same with the body as a function. Behind 4 updates, fewer than ``full`` ranks wait for new ones."""
+def trained_by_function(
+    hdp: HDP, model: nn.Module, *, full: int, last: bool = False, fails: Callable[[int], object] = lambda number: None
+) -> dict[int, float]:
+    """The same with the body as a function. Behind 4 updates, fewer than ``full`` ranks wait for new ones.
+
+    ``fails``: is called in the loss, and may raise ``ValueError``.
+    """
     losses: dict[int, float] = {}
+
+    def loss_of(micro: Micro, number: int, total: float) -> torch.Tensor:
+        logprobs = micro.logprobs(model)
+        fails(number)
+        return -(micro.weights * logprobs).sum() / total
+
     while (number := hdp.num_updates) < STEPS:
         batch, total = batch_of(number)
         until = time.monotonic() + 60.0
@@ -95,14 +106,12 @@ def trained_by_function(hdp: HDP, model: nn.Module, *, full: int, last: bool = F
             time.sleep(0.02)
         try:
             planned = hdp.plan(batch, last=last)
-            whole = planned.forward_backward(
-                lambda micro, total=total: -(micro.weights * micro.logprobs(model)).sum() / total
-            )
+            whole = planned.forward_backward(partial(loss_of, number=number, total=total))
             hdp.step(lr=rate_of(number))
             losses[number] = whole
             if hdp.ranks_wait:
                 hdp.recover()
-        except RanksLost:
+        except (RanksLost, ValueError):
             hdp.recover()
     return losses
 
@@ -226,6 +235,32 @@ def test_a_whole_copy_of_the_model_goes_on_and_takes_in_new_ranks(
             assert different < 1e-10
             assert all(abs(loss - expected[number]) < 1e-10 for number, loss in losses.items())
             assert len(losses) >= (3 if rank == 4 else 4)
+
+
+def test_after_an_error_in_the_loss_of_one_rank_all_run_the_batch_again(tmp_path: Path) -> None:
+    """Only the last stage has the loss. Where it catches the error and recovers, the others wait for no time limit."""
+    expected, weights = in_plain_pytorch()
+
+    def one_rank(rank: int) -> Any:
+        raised = list[int]()
+
+        def fails(number: int) -> None:
+            if rank == 3 and number == 2 and not raised:
+                raised.append(number)
+                raise ValueError("a reward is missing")
+
+        hdp, model, _optimizer = attached(rank, tmp_path / "store", pp=2)
+        losses = trained_by_function(hdp, model, full=4, fails=fails)
+        different = max(float((own - weights[name]).abs().max()) for name, own in hdp.weights())
+        hdp.detach()
+        return losses, different, hdp.group.size, raised
+
+    outcomes = run_forked(4, one_rank, timeout_seconds=50)
+    assert [raised for *_, raised in outcomes] == [[], [], [], [2]]
+    for losses, different, size, _ in outcomes:
+        assert size == 4
+        assert different < 1e-10
+        assert losses == pytest.approx(expected, abs=1e-10)
 
 
 def test_a_rank_dies_whose_connections_stay_open(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from bytescale.common.errors import ConfigError, RankFailure
 from bytescale.config.schema import Config, ParallelConfig
-from bytescale.runtime.group import RankGroup
+from bytescale.parity import thread_ranks
+from bytescale.runtime.group import RankGroup, limit_of
 from bytescale.train import ranks
 from bytescale.train.ranks import FILES_BESIDE_SOCKETS, group_options, leave_early, open_ranks, prepare_gloo
 from tests.helpers.effort import one_of
@@ -195,3 +196,22 @@ def test_a_part_of_a_subset_does_not_split_the_communicator_of_all_ranks() -> No
     device = torch.device("cuda:0")
     for rank, seen in enumerate(run_forked(2, one_rank)):
         assert seen == [([rank], None), device, ([0, 1], device)]
+
+
+def test_parts_of_a_group_have_its_time_limit() -> None:
+    """Whether PyTorch knows it by a name or not."""
+
+    def limits(group: dist.ProcessGroup) -> list[float]:
+        part = RankGroup(group).make_part("part", [0, 1])
+        return [limit_of(own, torch.device("cpu")).total_seconds() for own in (group, part)]
+
+    def one_rank(rank: int) -> list[float]:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=37))
+        world = dist.group.WORLD
+        assert world is not None
+        found = limits(world)
+        dist.destroy_process_group()
+        return found
+
+    assert run_forked(2, one_rank) == [[37, 37]] * 2
+    assert thread_ranks.run_ranks(2, limits, timeout_seconds=41) == [[41, 41]] * 2

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bytescale.checkpoint.manifest import CheckpointDamage
 from bytescale.common.errors import BytescaleError, CheckpointError, ConfigError, DiskFullError, RankFailure
-from bytescale.runtime.group import lost_ranks
+from bytescale.runtime.group import limit_of, lost_ranks
 from bytescale.runtime.plain_data import broadcast_json
 
 _KINDS: dict[str, type[BytescaleError]] = {
@@ -59,7 +59,7 @@ class _Beats:
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self._group, self._what = group, what
-        self._limit = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self._limit = limit_of(group, torch.device("cpu")).total_seconds()
         self._seconds = min(_MOST_SECONDS, self._limit / _BEATS)
         self._done, self._failed, self._moved = threading.Event(), False, time.monotonic()
         self._first = self._stuck = group.size()

@@ -68,29 +68,30 @@ class RankGroup:
         self.exchange = self.make_exchange(batched=self.device.type == "cuda")
 
     def make_exchange(self, *, batched: bool) -> Exchange:
-        return Exchange(
-            self.group,
-            self.rank if self.members is None else self.members[self.rank],
-            batched=batched,
-            name=self.name,
-            clock=make_clock(self.device),
-            members=self.members,
-        )
+        rank, clock = self.rank if self.members is None else self.members[self.rank], make_clock(self.device)
+        return Exchange(self.group, rank, batched=batched, name=self.name, clock=clock, members=self.members)
 
-    def make_part(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A communicator of some ranks of this group, this one among them. Those ranks alone call it."""
+    def make_part(self, name: str, ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup:
+        """A communicator of some ranks of this group, with its time limit. Those ranks alone call it.
+
+        ``options``: of the backend, for a group that PyTorch knows.
+        """
         assert self.group is not None, "a single rank has no parts"
+        limit = limit_of(self.group, self.device)
         if self.group in _world.pg_map:
             known = dist.get_process_group_ranks(self.group)
             members = [known[rank] for rank in ranks]
             with _without_split(self.size):
-                made = dist.new_group(members, use_local_synchronization=True, group_desc=name)
+                made = dist.new_group(
+                    members, timeout=limit, pg_options=options, use_local_synchronization=True, group_desc=name
+                )
             if self.device.type == "cuda":  # connected while no rank waits: the first message may be between two alone
                 dist.all_reduce(torch.zeros(1, device=self.device), group=made)
             return made
         store = self.group.get_group_store()
         number = store.add(f"{name}/made by {self.rank}", 1)  # the same on all of its ranks
-        return gloo_group(dist.PrefixStore(f"{name}/{number}", store), list(ranks).index(self.rank), len(ranks))
+        store, seconds = dist.PrefixStore(f"{name}/{number}", store), limit.total_seconds()
+        return gloo_group(store, list(ranks).index(self.rank), len(ranks), seconds)
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [size * n, ...]`` over ranks; returns this rank's ``[n, ...]`` part."""
@@ -104,13 +105,10 @@ class RankGroup:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """Fill ``full [size * n, ...]`` with every rank's ``shard [n, ...]``, in rank order."""
-        if full.is_meta:
-            return
-        if self.group is None:
-            if full.data_ptr() != shard.data_ptr():
-                full.copy_(shard)
-            return
-        self.timed(lambda: _all_gather(full, shard, group=self.group))
+        if self.group is not None and not full.is_meta:
+            self.timed(lambda: _all_gather(full, shard, group=self.group))
+        elif full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send ``sent[r]`` of ``rows [R, ...]`` to rank r, in rank order. Returns the ``received`` ones, likewise."""
@@ -254,6 +252,12 @@ def lost_ranks(what: str, error: Exception) -> RanksLost:
         so="the step cannot be finished, every rank stops",
         fix="look for the first error in the other ranks' output, and for ranks that do not answer, then resume",
     )
+
+
+def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long ranks of the group wait for one another, as it was made."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout_seconds: float = 300.0) -> dist.ProcessGroup:

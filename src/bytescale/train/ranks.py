@@ -229,13 +229,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
     """The groups of this rank. Under NCCL all of them are connected here, while no rank waits for anything else."""
 
     def make_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        options = group_options(name, world.device, timeout)
-        group = dist.new_group(
-            list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=name
-        )
-        if world.device.type == "cuda":
-            dist.all_reduce(torch.zeros(1, device=world.device), group=group)
-        return group
+        return world.make_part(name, ranks, group_options(name, world.device, timeout))
 
     if world.device.type == "cuda":
         check_same_nccl_options(world)
@@ -244,14 +238,7 @@ def _open_mesh(config: Config, world: RankGroup, timeout: timedelta) -> Mesh:
     nodes = nodes_of(world)
     per_node = max(1, min(nodes.count(node) for node in nodes) // parallel.tp)
     domain = sharing_domain(parallel.shard, parallel.domain, shape.hdp, per_node)
-    mesh = Mesh.of(
-        world,
-        shape,
-        make_group,
-        overlapped=domain == 1,
-        nodes=nodes,
-        domain=domain,
-    )
+    mesh = Mesh.of(world, shape, make_group, overlapped=domain == 1, nodes=nodes, domain=domain)
     mesh.connect()
     return mesh
 

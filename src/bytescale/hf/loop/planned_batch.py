@@ -82,7 +82,12 @@ class PlannedBatch(Collector):
         losses = list[torch.Tensor]()
 
         def noted(micro: Micro) -> Any:
-            total = loss(micro)
+            try:
+                total = loss(micro)
+            except Exception as error:
+                if self.hdp.mesh.shape.pp > 1:
+                    error.add_note("Other stages wait for this rank until its process ends or calls hdp.recover().")
+                raise
             if torch.is_grad_enabled() and not (micro.target.trained and isinstance(total, torch.Tensor)):
                 raise ConfigError(
                     f"the loss of micro-batch {micro.index} did not run the model, or returned {type(total).__name__}",

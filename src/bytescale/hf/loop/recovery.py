@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from bytescale.common.errors import ConfigError, RankFailure, RanksLost
 from bytescale.hf.loop.session import Session
-from bytescale.runtime.group import answered
+from bytescale.runtime.group import answered, limit_of
 from bytescale.runtime.members import Members
 from bytescale.runtime.optimizer.copies import restore_from_copies
 
@@ -69,7 +69,7 @@ def recovery_of(hdp: Session, store: dist.Store | None) -> Recovery:
     _require(world is dist.group.WORLD, "the ranks are not those of WORLD, or there is one")
     assert world is not None, "there are several ranks"
     made = Recovery.at_first(store or _get_default_store(), group.rank, group.size)
-    made.backend, made.timeout = dist.get_backend(), world._get_backend(group.device).options._timeout
+    made.backend, made.timeout = dist.get_backend(), limit_of(world, group.device)
     made.opened(hdp.mesh)
     return made
 
