@@ -104,6 +104,20 @@ def test_who_computes_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch, li
     assert came == ([0, 2], 1, [1]) if lives else "came too late" in str(came)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["its process is gone", "it tells nothing any more"])
+def test_the_next_one_proposes_where_the_first_that_came_dies(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    monkeypatch.setattr(members_file, "GRACE_SECONDS", 0.3)
+    store = dist.HashStore()
+    four = [Members.at_first(store, rank, 4) for rank in range(4)]
+    first = four[2].store
+    first.set(f"there/0/{first.add('there/0', 1)}", "2")
+    if known:
+        for members in four:
+            members._about[2] = {**members_file._about_this_process(), "start": "0"}
+    numbers = [0, 1, 3] if known else [0, 1, 2, 3]  # it came, and nobody can see that it is gone: they find out
+    assert [agreed[0] for agreed in agree(four[3], four[0], four[1])] == [numbers] * 3
+
+
 def test_who_lives_and_never_comes_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members_file, "GRACE_SECONDS", 0.2)
     first, stuck = (Members.at_first(dist.HashStore(), rank, 2) for rank in range(2))

@@ -105,10 +105,13 @@ class RankGroup:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """Fill ``full [size * n, ...]`` with every rank's ``shard [n, ...]``, in rank order."""
-        if self.group is not None and not full.is_meta:
-            self.timed(lambda: _all_gather(full, shard, group=self.group))
-        elif full.data_ptr() != shard.data_ptr():
-            full.copy_(shard)
+        if full.is_meta:
+            return
+        if self.group is None:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return
+        self.timed(lambda: _all_gather(full, shard, group=self.group))
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send ``sent[r]`` of ``rows [R, ...]`` to rank r, in rank order. Returns the ``received`` ones, likewise."""

@@ -255,7 +255,7 @@ class Members:
     def _proposal(self, here: str) -> dict[str, Any]:
         """Members of the next generation: those of this one that come, and who has asked to join."""
         came = self._wait_for_members(here)
-        there = [number for number in self.numbers if number in came]
+        there = [number for number in self.numbers if number in came and self._may_live(number)]
         units, now = self._units(), set(there)
         broken = {unit for number, unit in units.items() if number not in now}
         there.sort(key=lambda number: units[number] in broken)  # the next unit has copies of what these have
