@@ -151,7 +151,7 @@ class Prefill:
         parts = self.prompts[prompt], self.next_tokens[prompt, None]
         tokens = torch.cat([part.to(self.hdp.group.device) for part in parts])[None]
         mask = torch.ones_like(tokens)
-        if all(cache.is_linear):  # such models multiply all given rows by their mask
+        if all(getattr(layer, "keys", None) is None for layer in cache.layers):  # rows are multiplied by their mask
             tokens, mask = tokens[:, -1:], mask[:, -1:]
         elif cache.get_seq_length() == 0:
             tokens = tokens[:, -1:]
