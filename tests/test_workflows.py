@@ -62,6 +62,16 @@ def test_the_tests_run_on_every_python_and_torch_that_the_package_allows() -> No
     assert jobs["tests"]["strategy"]["matrix"]["torch"] == [f"=={oldest}.*", f">={oldest}"]
 
 
+def test_a_job_takes_the_newest_versions_of_all_packages() -> None:
+    """Without constraints.txt, with the same extras; the tests of every change would be broken by other projects."""
+    jobs = parsed(ROOT / ".github/workflows/tests.yml")["jobs"]
+    newest, tests = (scripts_of({"jobs": {name: jobs[name]}}) for name in ("newest", "tests"))
+    assert not re.search("constraint", " ".join(newest))
+    assert re.findall(r"--editable .*", newest[0]) == re.findall(r"--editable .*", tests[0])
+    assert newest[-1] == tests[-1]
+    assert jobs["newest"]["if"] == jobs["rest"]["if"]
+
+
 def test_a_release_publishes_what_was_tested_without_a_password() -> None:
     jobs = parsed(ROOT / ".github/workflows/release.yml")["jobs"]
     tested = parsed(ROOT / ".github/workflows/tests.yml")["jobs"]["package"]["steps"][-1]["with"]["name"]

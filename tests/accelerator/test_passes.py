@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bytescale import HDP, score
 from bytescale.attention.kernels import CudaFlashKernel
+from bytescale.hf.model.head import cache_name
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity.compare import WideCasts
 from tests.accelerator.device import Machine
@@ -114,10 +115,10 @@ def test_prefill_is_clean(family: str) -> None:
             for number in range(len(prompts)):
                 given = filled.inputs(number, number % 2)
                 if given is not None:
-                    cache = given.get("past_key_values")
+                    name = cache_name(hdp.model)
                     tokens = given["input_ids"][:, -1:]
                     with torch.no_grad():
-                        after[number] = hdp.model(input_ids=tokens, past_key_values=cache).logits[0, -1].cpu()
+                        after[number] = hdp.model(input_ids=tokens, **{name: given[name]}).logits[0, -1].cpu()
             return filled.next_logits().cpu(), after, waits
 
     with micro_batches_are_parts():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bytescale.cli.demo import GPUS, DemoOptions, simulated_steps
+from bytescale.cli.demo import GPUS, DemoOptions, simulate_at_scale, simulated_steps
 from bytescale.cli.main import main
 from bytescale.cli.train import read_options
 from bytescale.common.errors import ConfigError
@@ -90,6 +91,18 @@ def test_the_config_has_a_long_tail_to_show() -> None:
     assert config.data.over_length == "split"
     assert config.data.context_length == config.parallel.ranks * config.parallel.capacity_tokens
     assert read_options([], DemoOptions, DEMO_CONFIG).config.trainer.run_dir.startswith("runs/demo-")
+
+
+def test_without_matplotlib_the_demo_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it: a console takes ``[plot]`` for a style where it is not told otherwise."""
+    write_corpus(tmp_path / "text", 80)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    places = ["--data.sources", str(tmp_path / "text"), "--data.cache-dir", str(tmp_path / "cache")]
+    simulate_at_scale(read_options([*SMALL, *places], DemoOptions, DEMO_CONFIG).config)
+    assert "no picture: Drawing needs matplotlib" in (printed := capsys.readouterr().out)
+    assert printed.rstrip().endswith("To fix: pip install 'bytescale[plot]'.")
 
 
 def test_the_simulated_gain_is_large() -> None:

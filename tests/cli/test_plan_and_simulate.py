@@ -47,12 +47,14 @@ def described_once() -> Iterator[None]:
 
 
 def test_plan_prints_every_planner_and_what_would_help(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = [*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--save", str(tmp_path / "plan.npz")]
+    file = tmp_path / "[red] :smile:.npz"  # no markup
+    arguments = [*SMALL, "--parallel.ranks", "32", "--parallel.tp", "2", "--save", str(file)]
     assert plan.run(arguments) == 0
     printed = capsys.readouterr().out
     for word in ("static", "naive", "paper", "adaptive", "critical sequence", "what would help", "bytes saved"):
         assert word in printed
-    assert load_plan(tmp_path / "plan.npz").num_ranks == 16
+    assert f"wrote {file}\n" in printed
+    assert load_plan(file).num_ranks == 16
 
 
 def test_plan_of_a_pipeline_that_no_device_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

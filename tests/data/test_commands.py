@@ -33,9 +33,10 @@ def source(tmp_path: Path) -> Path:
 def test_tokenize_writes_a_pair_and_says_what_it_did(
     tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert settings(tmp_path).run() == 0
-    assert IndexedDataset.open(tmp_path / "out/pair.bin").index.document_lengths.tolist() == [11, 601, 5001]
+    assert settings(tmp_path, output=str(tmp_path / "[red] :smile:/pair")).run() == 0  # no markup
+    assert IndexedDataset.open(tmp_path / "[red] :smile:/pair.bin").index.document_lengths.tolist() == [11, 601, 5001]
     output = capsys.readouterr().out
+    assert f"-> {tmp_path}/[red] :smile:/pair.bin, pair.idx" in output
     assert "3 documents, 5613 tokens" in output
     assert "longest document 5001 tokens" in output
     assert "left out: 1 empty documents" in output

@@ -76,6 +76,11 @@ _SPEECH = {"encoder_config": {"input_dim": 16, "hidden_dim": 32, "num_layers": 1
 _MAMBA = {"layers_block_type": ["mamba", "attention"], "n_groups": 1, "ssm_state_size": 4, "mamba_num_heads": 4,
           "mamba_head_dim": 16}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "image_token_offset": 80, "audio_token_offset": 88, "text_config": {"vocab_size": 96},
+        "audio_config": {"codebook_dim": 32, "num_filters": 2, "codebook_size": 8, "decoder_num_layers": 1},
+        "vision_config": {"base_channels": 32, "embed_dim": 32, "latent_channels": 32, "codebook_size": 8,
+                          "num_res_blocks": 1}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "aya_vision": {**_LLAVA, "downsample_factor": 2},
     "cohere2_vision": {"downsample_factor": 2, "alignment_intermediate_size": 64},
@@ -102,8 +107,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": _sections(1, 1, 0)},
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}},
     "granite_speech": _SPEECH, "granite_speech_plus": _SPEECH,
+    "hy_v4_vl": {"text_config": MLA | _sections(1, 1, 0) | {"index_n_heads": 2, "index_head_dim": 8}},
     "idefics3": {"scale_factor": 2},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": 32},
+                      "text_config": {"num_hidden_layers": 3, "n_layers_per_attn_res_block": 1,
+                                      "loop_layer_index_start": 1, "loop_layer_index_end": 2}},
     "internvl": {"vision_config": _PAIR, "image_seq_length": 4},
     "kimi_k25": {"text_config": MLA, "projection_hidden_size": 32,
                  "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8}},
@@ -115,6 +124,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "molmo2": {"vision_config": {"image_size": [16, 16]}, "adapter_config": {"vision_feature_layer": [0, 1]}},
     "nemo_speechlm": {"audio_config": {"hidden_size": ...}, "text_config": _MAMBA},
     "nemotron_h_omni": {"text_config": _MAMBA},
+    "omniasr": {"audio_config": {"activation_dropout": 0.0, "layerdrop": 0.0}},
     "ovis2": {"hidden_size": 32, "visual_indicator_token_ids": [76, 77, 78, 79],
               "vision_config": {"num_visual_indicator_tokens": 4, "vocab_size": 64}},
     "paddleocr_vl": {"text_config": _sections(2, 1, 1)},
@@ -224,6 +234,8 @@ def forms_of(takes: Sequence[str], kind: str, frames: int, numbers: torch.Genera
     elif "image_position_ids" in takes:
         places = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], dim=-1)
         yield {pixels: random(1, 16, 48), "image_position_ids": places[None]}
+    elif "input_values" in takes:
+        yield {"input_values": random(1, 1, 4000)}
     elif kind == "audio":
         mask_name = named("features_mask", "attention_mask")
         for shape in ((1, 16, 8), (1, 16, 100), (1, 16, 3000), (1, 32, 16), (1, 32, 128)):

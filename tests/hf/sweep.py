@@ -123,6 +123,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _TEXT | _QUERIES_CHOOSE, "vision_config": _VISION},
     "qwen4_exp_text": _QUERIES_CHOOSE,
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"]},
+    "sarvam_mla": MLA,
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "xlnet": {"max_position_embeddings": ..., "n_layer": 2, "n_head": 4, "d_inner": 48},
     "prophetnet": {"num_hidden_layers": ..., "num_encoder_layers": 1, "num_decoder_layers": 2,

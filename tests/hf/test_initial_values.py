@@ -20,7 +20,7 @@ from tests.helpers.effort import one_of
 from . import sweep
 
 FEW = ["qwen3_moe", "gpt2", "mamba2", "gemma3n_text", "deepseek_v3", "qwen3_5"]
-IN_CONSTRUCTORS = {"apertus": "act_fn.alpha_"}
+IN_CONSTRUCTORS = {"apertus": "act_fn.alpha_", "apertus1p5_text": "act_fn.alpha_"}
 """Parameters that get their values where the module is made: refused by name."""
 
 

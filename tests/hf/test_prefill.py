@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 from bytescale import HDP
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.hf.loop.batch_plan import BatchToPlan
+from bytescale.hf.model.head import cache_name
 from bytescale.hf.model.selectors import LowestFirst
-from bytescale.parity import small_model
+from bytescale.parity import Setup, compare, small_model
 from bytescale.parity.compare import WideCasts
 from bytescale.plan import Plan
 from bytescale.plan.plan import GroupSpec
@@ -167,7 +169,7 @@ def test_questions_about_one_document_compute_it_once(name: str, num_ranks: int,
     caches = dict(pair for _, (_, _, own) in found for pair in own)
     assert len(caches) == (0 if name == "deepseek_v3" else len(questions))
     for number, parts in caches.items():
-        theirs = [part for layer in wanted[number].past_key_values.layers for part in (layer.keys, layer.values)]
+        theirs = [part for layer in wanted[number][cache_name(model)].layers for part in (layer.keys, layer.values)]
         for part, own in zip(parts, theirs, strict=True):
             torch.testing.assert_close(part, own, rtol=1e-10, atol=1e-10)
 
@@ -209,7 +211,7 @@ def test_a_cache_stays_where_it_was_computed() -> None:
         with pytest.raises(DataError, match=r"No rank has the keys and values of prompt 0 any more \(model\.layers\.0"):
             filled.cache(0)
         with pytest.raises(ConfigError, match=r"model\.layers\.0.*prefill\.inputs\(prompt, rank\) on every rank"):
-            own.generate(prompts()[2][None], past_key_values=filled, max_new_tokens=1)
+            own.generate(prompts()[2][None], max_new_tokens=1, **{cache_name(own): filled})
         return held
 
     ranks = on_ranks(3, small_model("llama").eval(), work)
@@ -228,3 +230,51 @@ def test_what_cannot_be_prefilled() -> None:
     hdp.model.can_generate = lambda: False
     with pytest.raises(ConfigError, match=r"it cannot generate \(can_generate\(\) is not true\)"):
         hdp.prefill([[1, 2]])
+
+
+NAMES = ("cache", "past_key_values", "cache_params")
+"""Of the argument, in one version of transformers or another, or in code beside it."""
+
+
+def rename_cache(module: nn.Module, name: str) -> None:
+    """Let the module's forward take its cache by this name."""
+    stock, own = type(module).forward, cache_name(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if name in kwargs:
+            kwargs[own] = kwargs.pop(name)
+        return stock(self, *args, **kwargs)
+
+    signature = inspect.signature(stock)
+    parameters = [part.replace(name=name) if part.name == own else part for part in signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_given_its_cache_by_the_name_that_its_forward_has(name: str) -> None:
+    model = small_model("qwen3").eval()
+    text = plain(model, prompts()[0])
+    rename_cache(model, name)
+    hdp = HDP(model, capacity_tokens=200, forward_only=True)
+    given = hdp.prefill(prompts()).inputs(0)
+    assert given is not None
+    assert set(given) == {"input_ids", "attention_mask", name}
+    assert given["input_ids"][0, -1] == text[0]
+    assert given[name].get_seq_length() == LENGTHS[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_choose_keys_are_given_theirs_in_the_same_way(name: str) -> None:
+    model = small_model("deepseek_v32", index_topk=4)
+    for layer in [part for part in model.modules() if hasattr(part, "indexer")]:
+        rename_cache(layer, name)
+    assert compare(model, Setup(num_ranks=2)).worst <= 1e-9
+
+
+def test_a_forward_whose_cache_has_another_name_is_refused() -> None:
+    """What it was given would be lost among its keywords."""
+    model = small_model("qwen3").eval()
+    rename_cache(model, "memory")
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*its forward takes no cache by a name that is known here"):
+        HDP(model, capacity_tokens=200, forward_only=True).prefill(prompts())

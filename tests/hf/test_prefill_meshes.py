@@ -17,6 +17,7 @@ from bytescale import HDP
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.hf.loop import prefill
 from bytescale.hf.loop.prefill import Prefill
+from bytescale.hf.model.head import cache_name
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.parity.compare import WideCasts
@@ -91,7 +92,7 @@ def test_caches_are_whole(name: str, mesh: tuple[int, int, int]) -> None:
                 assert (cache is None) == (given is None) == (rank != group.rank())
                 if cache is None or given is None:
                     continue
-                found, theirs = dict(tensors_of(cache)), dict(tensors_of(wanted[number].past_key_values))
+                found, theirs = dict(tensors_of(cache)), dict(tensors_of(wanted[number][cache_name(model)]))
                 assert found.keys() == theirs.keys()
                 for key, value in theirs.items():
                     torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)

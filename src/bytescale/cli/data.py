@@ -14,7 +14,6 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +31,7 @@ from bytescale.data.tokens.pairs import TokenMetadata
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.data.tokens.shards import ShardReader, write_as_pair
 from bytescale.data.tokens.tokenizer import choose_tokenizer
+from bytescale.train.reporting.screen import Console, console_of
 
 _SHOWN_SKIPPED = 5
 _SHOWN_CHARACTERS = 240
@@ -62,7 +62,7 @@ class TokenizeConfig(CorpusOptions):
 
     def run(self) -> int:
         """Return the exit code. Raises as ``write_as_pair``."""
-        console, data = Console(soft_wrap=True), self.data_config()
+        console, data = console_of(), self.data_config()
         output = typed_path(self.output.removesuffix(".idx").removesuffix(".bin") + ".bin")
         idx_path = output.with_suffix(".idx")
         files = list_sources(data)
@@ -85,9 +85,7 @@ class TokenizeConfig(CorpusOptions):
             metadata = write_as_pair(reader, shards, output, self.num_workers, progress)
         ended = time.perf_counter()
         _print_metadata(console, metadata, seconds=ended - started, rate_seconds=ended - tokenizing)
-        console.print(
-            f"Next: bytescale data stats {output}, or train with data.sources = [{str(output)!r}]", markup=False
-        )
+        console.print(f"Next: bytescale data stats {output}, or train with data.sources = [{str(output)!r}]")
         return 0
 
 
@@ -111,7 +109,7 @@ class StatsConfig(CorpusOptions):
             counts = {"upper_edges_tokens": BUCKET_EDGES} | asdict(stats)
             print(json.dumps(counts, default=np.ndarray.tolist))
         else:
-            _print_stats(Console(soft_wrap=True), stats)
+            _print_stats(console_of(), stats)
         return 0
 
 
@@ -128,7 +126,7 @@ class ShowConfig(CorpusOptions):
         """Return the exit code. Raises as ``prepare_corpus``."""
         with progress_bar() as progress:
             corpus = prepare_corpus(replace(self.data_config(), context_length=2**62), progress)
-        console = Console(soft_wrap=True)
+        console = console_of()
         shown = corpus.samples[: self.documents]
         pictures = corpus.pictures_of(shown)
         for number, document in enumerate(corpus.documents(shown)):
@@ -140,7 +138,7 @@ class ShowConfig(CorpusOptions):
             else:
                 _print_runs(console, number, runs)
                 for place, (word, one) in enumerate(seen, 1):
-                    console.print(f"{word} {place}: {one.name}, {one.rows} tokens", markup=False)
+                    console.print(f"{word} {place}: {one.name}, {one.rows} tokens")
         return 0
 
 
@@ -185,7 +183,7 @@ def _print_metadata(console: Console, made: TokenMetadata, seconds: float, rate_
     if made.skipped_files:
         console.print(f"left out: {len(made.skipped_files)} files that are not UTF-8 text, such as")
         for path in made.skipped_files[:_SHOWN_SKIPPED]:
-            console.print(f"  {visible(str(path))}", markup=False)
+            console.print(f"  {visible(str(path))}")
 
 
 def _print_stats(console: Console, stats: LengthStats) -> None:

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from bytescale.cli.costs import corpus_batches
@@ -28,6 +27,7 @@ from bytescale.cost.profile import Profile
 from bytescale.planner.make import make_planner
 from bytescale.simulator import ClusterConfig, SimulatedStep, simulate, step_seconds
 from bytescale.simulator.draw import draw_steps
+from bytescale.train.reporting.screen import console_of
 
 GPUS = (64, 512)
 CAPACITY_TOKENS = 8192
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def simulate_at_scale(config: Config) -> None:
     """Print and draw what the batches after the run would take on ``GPUS``, with longer documents."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = console_of()
     context = GPUS[0] * CAPACITY_TOKENS
     times = -(-context // config.data.context_length)
     corpus, batches = corpus_batches(config.data, first=config.trainer.steps, number=GPUS[-1] // GPUS[0])

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from bytescale.cli.costs import CostOptions, Costs, costs_of, read_batch, read_cost_options
@@ -28,6 +27,7 @@ from bytescale.planner.evaluate import evaluate
 from bytescale.planner.prefixes import Prefixes, cost_of_trees, plan_prefixes
 from bytescale.simulator import SimulatedStep
 from bytescale.simulator.draw import draw_steps
+from bytescale.train.reporting.screen import Console, console_of
 
 NOTICEABLE = 0.05  # share of the step from which a loss is reported
 CRITICAL = 0.8  # share of the step from which one sequence is said to decide the step time
@@ -78,7 +78,7 @@ class Planned(NamedTuple):
 def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale plan``: plan, compare, print, and write the wanted files. Returns the exit code."""
     options = read_cost_options(PlanOptions, arguments, prog="bytescale plan")
-    console = Console(soft_wrap=True, highlight=False, quiet=options.json)
+    console = console_of(quiet=options.json)
     lengths, origin, vocab_size, trajectories, pictures = read_batch(options.batch, options.config.data)
     costs = costs_of(options, longest=int(lengths.max()), vocab_size=vocab_size, pictures=pictures)
     cluster = costs.cluster
@@ -197,7 +197,8 @@ def _print_comparison(console: Console, planned: dict[str, Planned], ideal_secon
 def _print_details(console: Console, name: str, planned: dict[str, Planned], cost: CostModel) -> None:
     """Print details of one planner: the plan, bytes saved, the sequence that decides the time, and what would help."""
     item = planned[name]
-    console.print(f"\n[bold]{name}[/bold]\n  {gist(item.plan)}")
+    console.print(f"\n{name}", style="bold")
+    console.print(f"  {gist(item.plan)}")
     if "static" in planned and planned["static"].ring_bytes > 0:
         saved = 1 - item.ring_bytes / planned["static"].ring_bytes
         console.print(f"  ring bytes saved compared with static: {saved:.1%}")

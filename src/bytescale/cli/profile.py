@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from bytescale.cli.options import Settings, read
 from bytescale.common.atomic import temporary_path
 from bytescale.common.environment import ranks_of_torchrun
@@ -18,6 +16,7 @@ from bytescale.common.units import format_bytes, format_count, format_seconds
 from bytescale.config.schema import Config, DataConfig, ParallelConfig, TrainerConfig
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import fit_warnings, save_profile
+from bytescale.train.reporting.screen import console_of
 
 DEFAULTS = Config(data=DataConfig(context_length=131072))
 """The settings without a config file."""
@@ -103,7 +102,7 @@ def profile_command(options: ProfileOptions) -> None:
 
 def _write(options: ProfileOptions, profile: Profile, threads: int) -> None:
     save_profile(profile, options.out)
-    console = Console(soft_wrap=True, highlight=False)
+    console = console_of()
     longest = max(point.tokens for point in profile.points)
     host = profile.links.device_to_host_bytes_per_second
     layer = float(profile.attention_forward(longest) + profile.rest_forward(longest))

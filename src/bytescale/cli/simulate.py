@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_options
@@ -22,6 +21,7 @@ from bytescale.plan.verify import verify
 from bytescale.simulator import ClusterConfig, SimulatedStep
 from bytescale.simulator.draw import draw_steps
 from bytescale.simulator.trace import save_trace, simulated_tracks, spread_evenly
+from bytescale.train.reporting.screen import Console, console_of
 
 _TRACED_RANKS = 64
 _LARGE_SYNC = 0.3
@@ -43,7 +43,7 @@ class SimulateOptions(CostOptions):
 def run(arguments: Sequence[str]) -> int:
     """Run ``bytescale simulate``: plan, simulate, print, and write the files that were asked for."""
     options = read_cost_options(SimulateOptions, arguments, prog="bytescale simulate")
-    console = Console(soft_wrap=True, highlight=False)
+    console = console_of()
     if options.plan is not None:
         plan, origin = load_plan(options.plan), str(options.plan)
         verify(plan)

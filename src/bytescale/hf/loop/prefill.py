@@ -17,7 +17,6 @@ Shape letters: P prompts, S tokens of a prompt, T rows of a micro-batch, H key/v
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -35,8 +34,8 @@ from bytescale.hf.batch.documents import POSITIONS
 from bytescale.hf.loop.batch_plan import BatchToPlan
 from bytescale.hf.loop.micro_batch import Micro
 from bytescale.hf.loop.session import Session
-from bytescale.hf.model.head import causal_model, hidden_states
-from bytescale.hf.model.interface import has_own_cache, refusal
+from bytescale.hf.model.head import cache_name, causal_model, hidden_states
+from bytescale.hf.model.interface import LIGHTNING, names_in, refusal
 from bytescale.planner.prefixes import cost_of_trees
 from bytescale.planner.short_first import short_first
 from bytescale.runtime.plain_data import all_gather_json
@@ -135,7 +134,7 @@ class Prefill:
                     f"layer {number}",
                     f"its {type(place).__name__} has parts that no attention and no recurrence of it gave to prefill",
                     so="generate could not go on from what prefill gathers",
-                    fix="call model.generate without past_key_values; next tokens and logits are known without it",
+                    fix="call model.generate without a cache; next tokens and logits are known without it",
                 )
         return cache
 
@@ -152,12 +151,11 @@ class Prefill:
         parts = self.prompts[prompt], self.next_tokens[prompt, None]
         tokens = torch.cat([part.to(self.hdp.group.device) for part in parts])[None]
         mask = torch.ones_like(tokens)
-        name = _cache_name(causal_model(self.hdp.model))
-        if name == "cache_params":  # such models multiply all given rows by their mask
+        if all(getattr(layer, "keys", None) is None for layer in cache.layers):  # rows are multiplied by their mask
             tokens, mask = tokens[:, -1:], mask[:, -1:]
         elif cache.get_seq_length() == 0:
             tokens = tokens[:, -1:]
-        given = {"input_ids": tokens, "attention_mask": mask, name: cache}
+        given = {"input_ids": tokens, "attention_mask": mask, cache_name(causal_model(self.hdp.model)): cache}
         if (own := self.positions.get(prompt)) is not None:  # else the model counts on from what it has seen last
             own = torch.cat([own, (own.max() + 1).expand(1, 3)])
             own = torch.cat([torch.arange(len(own))[:, None], own], dim=1)
@@ -209,7 +207,7 @@ class Prefill:
         micro.target.keep = keep_states
         cache = _empty_cache(self.hdp)
         cache.update, cache.update_indexer = keep_rows, keep_index
-        micro.inputs |= {_cache_name(causal_model(self.hdp.model)): cache, "use_cache": True}
+        micro.inputs |= {cache_name(causal_model(self.hdp.model)): cache, "use_cache": True}
 
     def _is_mine(self, layer: int, replicas: int | None = None) -> bool:
         """Whether this rank is the one that keeps what so many tensor-parallel ranks (None: all) have alike."""
@@ -312,15 +310,9 @@ def prefill(hdp: Session, prompts: Sequence[Prompt], ready: Ready | None = None)
     return result
 
 
-def _cache_name(model: nn.Module) -> str:
-    """Mamba, Mamba 2 and Falcon-Mamba have another name for the argument."""
-    takes = inspect.signature(model.forward).parameters
-    return next(name for name in ("cache_params", "past_key_values") if name in takes)
-
-
 def _empty_cache(hdp: Session) -> Any:
     """As ``generate`` makes it. MiniMax alone has a class of its own."""
-    if any(has_own_cache(mixer) for mixer in hdp.engine.decoder.attachment.mixers):
+    if any(LIGHTNING in names_in(mixer) for mixer in hdp.engine.decoder.attachment.mixers):
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
         return MiniMaxCache()

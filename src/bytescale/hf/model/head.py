@@ -182,6 +182,18 @@ def causal_model(model: Any) -> Any:
     return next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
 
 
+def cache_name(module: nn.Module) -> str:
+    """What the forward of a model or a layer calls the cache that it is given: transformers 5.24 has renamed it."""
+    takes = inspect.signature(type(module).forward).parameters
+    for name in ("cache", "past_key_values", "cache_params"):
+        if name in takes:
+            return name
+    raise refusal(
+        type(module).__name__, "its forward takes no cache by a name that is known here", so="keys could not be kept",
+        fix="use a version of transformers with which this version of bytescale was tested",
+    )  # fmt: skip
+
+
 def embeddings_of(model: Any) -> tuple[Any, Any]:
     """The model's embedding and its output projection; None where it has none."""
     root = causal_model(model)

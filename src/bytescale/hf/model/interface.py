@@ -39,20 +39,15 @@ def refusal(part: str, what: str, *, so: str, fix: str) -> ConfigError:
     return ConfigError(f"{part} cannot be attached: {what}", so=so, fix=fix)
 
 
-_LIGHTNING = "get_linear_cache"
-"""A method of the cache that MiniMax's mixer alone asks for its state."""
+LIGHTNING = "get_linear_cache"
+"""A method of the cache that MiniMax's mixer alone asks for its state: of a class of the model's own."""
 
 _cuts: ContextVar[Cuts] = ContextVar("bytescale_cuts")
 
 
-def has_own_cache(mixer: nn.Module) -> bool:
-    """Whether a mixer keeps its state in a cache of a class of its model's own."""
-    return _LIGHTNING in _kernels(mixer)
-
-
 def _kernels(module: nn.Module) -> set[str]:
     """Names of the stock functions that a module's forward calls."""
-    return names_in(module) & {*STOCK_KERNELS, _LIGHTNING}
+    return names_in(module) & {*STOCK_KERNELS, LIGHTNING}
 
 
 def names_in(module: nn.Module) -> set[str]:
@@ -63,12 +58,12 @@ def names_in(module: nn.Module) -> set[str]:
 
 def _forward(function: FunctionType, names: set[str]) -> Callable[..., Any]:
     """The mixer's forward, as a function of the mixer, so that a copy of a model computes with its own weights."""
-    if names == {_LIGHTNING}:
+    if names == {LIGHTNING}:
         cut_forward: Callable[..., Any] = _lightning
     else:
         from bytescale.recurrence.kernels import KERNELS  # few models have mixers
 
-        ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names - {_LIGHTNING}}
+        ours = {name: partial(_carried, KERNELS[name], function.__globals__[name]) for name in names - {LIGHTNING}}
         cut_forward = FunctionType(
             function.__code__, {**function.__globals__, **ours}, function.__name__, function.__defaults__,
             function.__closure__,

@@ -38,7 +38,7 @@ from bytescale.hf.model.interface import Call, refusal, while_set
 _HARMLESS = frozenset(
     ("scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
      "cache_position", "output_router_logits", "num_items_in_batch", "logits_to_keep", "return_dict",
-     "output_hidden_states", "past_key_values", "position_embeddings", "layer_idx", *CHOSEN)
+     "output_hidden_states", "past_key_values", "cache", "position_embeddings", "layer_idx", *CHOSEN)
 )  # fmt: skip
 """Keywords that are understood here, or that no attention function uses."""
 WIDEST_FLASH_HEAD = 256

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bytescale.attention.earlier import EarlierRows
 from bytescale.hf.model.blind import Blind, alike, few_keys, run_blind
+from bytescale.hf.model.head import cache_name
 from bytescale.hf.model.interface import KEYWORD, Call, refusal, while_set
 from bytescale.hf.model.passes import documents_alone
 from bytescale.hf.model.probe import LayerAttention
@@ -56,7 +57,7 @@ def require_same_choice(model: nn.Module, layers: Sequence[LayerAttention]) -> N
             return  # it is one of the two passes below
         window = windows[names[layer]]
         visible = hidden.masked_fill(mask if window is None else mask.triu(1 - window), 0)
-        plain = {name: value for name, value in kwargs.items() if name not in (KEYWORD, "past_key_values")}
+        plain = {name: value for name, value in kwargs.items() if name not in (KEYWORD, cache_name(layer))}
         with LowestFirst():
             alone = layer(*args, **plain | {"attention_mask": visible[None, None]})[0]
         ours = layer(*args, **plain | {"attention_mask": None, KEYWORD: target})[0]

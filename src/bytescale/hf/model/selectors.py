@@ -33,6 +33,7 @@ from bytescale.attention.earlier import EarlierRows, Path
 from bytescale.attention.selected import NONE, RowForm, selected_attention
 from bytescale.hf.model.blind import INDEXED, MANY, Selection, UnreadMask, choice_of, few_keys
 from bytescale.hf.model.counting import LiveBytes
+from bytescale.hf.model.head import cache_name
 from bytescale.hf.model.interface import KEYWORD, PREFIX, Call, Target, names_in, refusal
 
 _NUMBERS = 2**20
@@ -99,6 +100,7 @@ class _Around:
 
     def __init__(self, layer: nn.Module) -> None:
         self._config: Any = layer.config
+        self._cache = cache_name(layer)
         self._ours = ""
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -108,9 +110,9 @@ class _Around:
             self._config._attn_implementation_internal = self._ours.removeprefix(PREFIX)
             return args, kwargs
         target.layer_rows = target.layer_rows or {}
-        rows = target.layer_rows[layer] = LayerRows(target, layer, kwargs.get("past_key_values"))
+        rows = target.layer_rows[layer] = LayerRows(target, layer, kwargs.get(self._cache))
         mask = UnreadMask(kwargs.get("attention_mask"))
-        return args, {**kwargs, "past_key_values": rows, "attention_mask": mask}
+        return args, {**kwargs, self._cache: rows, "attention_mask": mask}
 
     def leave(self, *_: Any) -> None:
         if self._ours:

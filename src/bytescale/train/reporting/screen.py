@@ -44,9 +44,9 @@ def screen_of_stdout() -> Screen:
     return LiveScreen(console) if is_live else Screen(print)
 
 
-def console_of(file: TextIO) -> Console:
-    """A console that shows text as it is: no markup, no colours of its own, no line breaks of its own."""
-    return Console(file=file, soft_wrap=True, highlight=False, markup=False, emoji=False)
+def console_of(file: TextIO | None = None, *, quiet: bool = False) -> Console:
+    """Of standard output; shows text as it is: no markup, no colours of its own, no line breaks of its own."""
+    return Console(file=file, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class LiveScreen(Screen):
