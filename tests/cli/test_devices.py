@@ -163,6 +163,31 @@ def test_the_plan_of_plan_and_dry_run(corpus: Path, tmp_path: Path, capsys: pyte
     assert of_runs[0] != of_runs[1]
 
 
+def test_a_dry_run_shares_parameters_among_the_ranks_that_a_run_shares_them_among(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks on this node are two HDP ranks at tp = 2."""
+    config = run_of(corpus, parallel={"tp": 2, "shard": "parameters", "capacity_tokens": 256}, dtype="fp32")
+    lines: list[str] = []
+    dry_run(config, lines.append)
+    assert "in lockstep by 2 ranks" in next(line for line in lines if line.startswith("plan"))
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    assert plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive"]) == 0
+    assert "in lockstep by 2 ranks" in capsys.readouterr().out
+
+
+def test_launches_that_rates_count_are_planned_for(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text(config_to_toml(run_of(corpus)), encoding="utf-8")
+    seen = list[float]()
+    monkeypatch.setattr(plan, "memory_in_words", lambda made, costs: seen.append(costs.cost_model.micro_batch_seconds))
+    monkeypatch.setattr(plan.Console, "print", lambda *_, **__: None)
+    for rates in ([], ["--rates.launch-seconds", "0.5"]):
+        assert plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive", *rates]) == 0
+    assert seen == [3e-3, 4 * 6 * 0.5]
+
+
 def test_without_a_profile_times_are_those_of_the_device_that_would_train(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ from bytescale.config.overrides import optimizer_options
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, MemoryConfig, ModelConfig
 from bytescale.config.validate import validate
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import MeshCosts
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader
 from bytescale.data.tokens.tokenizer import ByteTokenizer
@@ -500,7 +500,7 @@ def test_windows_make_attention_cheaper_for_planners(corpus: Path, tmp_path: Pat
     kernel = select_kernel("auto", CPU, torch.float32)
     architecture: Any = resolve_model(config.model)
     model = build_rank_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
-    cost = assumed_cost(model.spec, device="cpu", bytes_per_element=4)
+    cost = MeshCosts(kind="cpu", bytes_per_element=4).assumed(model.spec)
     assert cost.windows == ((16, 0.5),)
     pairs = [sum(min(query + 0.5, 16) for query in range(s)) for s in (8, 16, 200)]
     halves = [(s * s + 2 * seen) / 2 for s, seen in zip((8, 16, 200), pairs, strict=True)]

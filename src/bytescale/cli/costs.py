@@ -33,11 +33,9 @@ from bytescale.config.schema import (
     ParallelConfig,
     PlannerName,
 )
-from bytescale.config.sharing import sharing_domain
 from bytescale.config.validate import check_mesh, check_sharing
-from bytescale.cost.assumed import ASSUMED, Rates, planner_costs, times_of
+from bytescale.cost.assumed import ASSUMED, MeshCosts, Rates
 from bytescale.cost.cluster import Cluster
-from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.device_memory import host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
@@ -223,6 +221,7 @@ class Costs:
     """The memory of the first stage of a pipeline, with that of the others."""
     device: tuple[DeviceKind, int]
     """The kind of device, and the bytes of a number in the compute dtype."""
+    of_mesh: MeshCosts
     encoders: tuple[FloatArray, ...] = ()
     """``[R]`` seconds of each rank's encoders before the text and behind it; none: there are no pictures."""
 
@@ -266,19 +265,12 @@ class Costs:
 
     @cached_property
     def cost_model(self) -> CostModel:
-        return planner_costs(
-            self.profile,
-            assumed=self.device[0] if self.config.cost.profile is None else "",
-            domain=self.domain,
-            ranks_per_node=self.cluster.ranks_per_node,
-            pipeline_parallel=self.cluster.pp,
-        )
+        return self.of_mesh.planner_costs(self.profile, is_measured=self.config.cost.profile is not None)
 
     @property
     def domain(self) -> int:
-        """Consecutive ranks that share parameters and run in lockstep. Raises ``ConfigError`` if it is impossible."""
-        parallel, num_ranks = self.config.parallel, self.cluster.num_ranks
-        return sharing_domain(parallel.shard, parallel.domain, num_ranks, min(self.cluster.ranks_per_node, num_ranks))
+        """Consecutive ranks that share parameters and run in lockstep."""
+        return self.of_mesh.domain
 
     def planner(self, name: PlannerName) -> VerifiedPlanner:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
@@ -322,14 +314,7 @@ def costs_of(
     if its layers cannot be cut into so many stages, or if there is no room for pictures.
     """
     config, parallel = options.config, options.config.parallel
-    cluster = ClusterConfig(
-        num_gpus=parallel.ranks,
-        gpus_per_node=options.gpus_per_node,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        gradient_bucket_mib=BUCKET_BYTES / 2**20,
-        optimizer_on_host=config.optimizer.offload,
-    )
+    cluster = ClusterConfig.of_run(config, parallel.ranks, options.gpus_per_node)
     measured = load_profile(config.cost.profile) if config.cost.profile is not None else None
     warn_of_bad_fits(measured)
     device = _kind_and_precision(config, "" if measured is None else measured.device)
@@ -345,13 +330,13 @@ def costs_of(
         rates, named = ASSUMED["cpu"], "the assumed rates of a CPU core (--trainer.device cuda: of an H100)"
     elif rates == Rates():
         named = "the assumed rates of an H100"
-    profile = times_of(config, spec, measured, rates, bytes_per_element=device[1])
-    profile = profile if measured else replace(profile, name=named)
     check_sharing(config, cluster.num_ranks)
-    costs = Costs(options, cluster, profile, memory, device)
-    if parallel.experts == "parallel":
-        domain, per_node = costs.domain, cluster.ranks_per_node
-        costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
+    costs_of_mesh = MeshCosts.of_run(
+        config, *device, num_ranks=cluster.num_ranks, ranks_per_node=cluster.ranks_per_node
+    )
+    profile = costs_of_mesh.times(spec, measured, rates)
+    profile = profile if measured else replace(profile, name=named)
+    costs = Costs(options, cluster, profile, memory, device, costs_of_mesh)
     if pictures is not None:
         keeps_graphs = config.memory.checkpointing == "none"
         rows, size = memory.rows, parallel.ranks // parallel.pp

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits, limits
+from bytescale.config.schema import Config
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +45,18 @@ class ClusterConfig:
                 so="every layer's matrices would be split across nodes",
                 fix="use at most the devices of one node",
             )
+
+    @staticmethod
+    def of_run(config: Config, num_gpus: int, gpus_per_node: int) -> ClusterConfig:
+        """So many devices, laid out and reduced over as a run has them. Raises ``ConfigError`` as the class."""
+        return ClusterConfig(
+            num_gpus=num_gpus,
+            gpus_per_node=gpus_per_node,
+            tp=config.parallel.tp,
+            pp=config.parallel.pp,
+            gradient_bucket_mib=BUCKET_BYTES / 2**20,
+            optimizer_on_host=config.optimizer.offload,
+        )
 
     @property
     def num_ranks(self) -> int:

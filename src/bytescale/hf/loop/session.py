@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Experts, Shard
 from bytescale.config.sharing import check_experts, require_beside, sharing_domain
@@ -25,7 +24,7 @@ from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.group import RankGroup, answered
-from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.mesh import Mesh, hdp_ranks_per_node
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
@@ -238,6 +237,6 @@ def mesh_of(
         )
     for what in (f"equal_counts = {equal_counts}", f'experts = "{experts}"', f'shard = "{shard}"'):
         require_beside(what, tp, pp)
-    per_node = max(1, ranks_here(world.size) // tp)
+    per_node = hdp_ranks_per_node(world, tp)
     with answered("ranks that were to meet did not all come"):
         return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // parts, per_node), tp, pp)

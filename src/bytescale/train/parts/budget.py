@@ -18,7 +18,7 @@ from bytescale.cost.memory.device_memory import host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
 from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits
-from bytescale.runtime.usable import usable_device_bytes
+from bytescale.runtime.usable import kind_of, usable_device_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.profiling.peak import device_name, known_peak
 
@@ -110,13 +110,10 @@ def with_offload(
 
     Raises ``ConfigError`` where they shall, and none can be.
     """
-    if not (may_offload(config, kind) and cluster.is_uniform and model.movable_bytes_per_token):
+    is_useful = config.memory.offload == "on" or model.movable_bytes_per_token > 0
+    if not (may_offload(config, kind) and cluster.is_uniform and is_useful):
         return cluster
     return replace(cluster, offload=model.offload_rule(times, host_bytes))
-
-
-def kind_of(device: torch.device) -> DeviceKind:
-    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ranks: int) -> RankDevice:

@@ -54,7 +54,7 @@ def describe_model(
         parallel, memories = config.parallel, []
         for stage in range(parallel.pp):
             model = build_rank_model(
-                config, architecture, kernel, device=device, dtype=dtype, num_shards=1, stage=(stage, parallel.pp),
+                config, architecture, kernel, device=device, dtype=dtype, kind=kind, stage=(stage, parallel.pp),
                 planned_parts=parallel.tp,
             )  # fmt: skip
             memories.append(asdict(model.memory(kind, num_ranks)))
