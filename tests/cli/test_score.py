@@ -238,7 +238,7 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(ConfigError, match=why):
             run(["--model", model, str(source), "--out", str(out)])
     with pytest.raises(
-        ConfigError, match="(?i)ids would stand for other tokens than those that the weights have learned"
+        ConfigError, match=r"(?i)ids would stand for other tokens than those that the weights have learned"
     ):
         prepare(options(folder, source, out, tokenizer="bytes"))
     with pytest.raises(ConfigError, match=r"3 ranks are no whole number of --tp 2 x --pp 1.*--ranks a multiple of 2"):
