@@ -309,7 +309,7 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
-        ("parallel", {"tp": 2, "ranks": 3}, "3 ranks are no multiple of parallel.tp = 2"),
+        ("parallel", {"tp": 2, "ranks": 3}, "3 ranks are no multiple of tp = 2"),
         ("model", {"config": {"num_layers": 3}}, "model.config has num_layers.* did you mean num_hidden_layers"),
         ("parallel", {"shard": "parameters", "domain": 3, "ranks": 4}, "domain of 3 ranks .* does not divide 4 ranks"),
         ("parallel", {"experts": "parallel", "ranks": 2}, "xperts is .parallel., but shard is .optimizer."),

@@ -123,10 +123,7 @@ class ModelOptions:
         return Config(parallel=parallel, trainer=TrainerConfig(dtype=self.dtype, device=self.device))
 
 
-OfModel = TypeVar("OfModel", bound=ModelOptions)
-
-
-def parse_with_model(options: type[OfModel], arguments: Sequence[str], *, prog: str) -> OfModel:
+def parse_with_model(options: type[Options], arguments: Sequence[str], *, prog: str) -> Options:
     """``parse`` for a command of the form ``prog MODEL [options]``."""
     given = list(arguments)
     if given and not given[0].startswith("-"):

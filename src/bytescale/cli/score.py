@@ -10,10 +10,11 @@ from pathlib import Path
 from bytescale.cli.data import CorpusOptions
 from bytescale.cli.options import ModelOptions, folder_of_model, parse_with_model
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.common.errors import ConfigError, typed_path
+from bytescale.common.errors import typed_path
 from bytescale.common.limits import limits
 from bytescale.config.resolve import HF_PREFIX
 from bytescale.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
+from bytescale.config.sharing import ranks_beside
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,13 +84,7 @@ def prepare(options: ScoreOptions) -> None:
     from bytescale.hf.files.folder import require_positions
     from bytescale.hf.scoring.score_file import check_documents
 
-    num_hdp, left = divmod(options.ranks, options.tp * options.pp)
-    if left:
-        raise ConfigError(
-            f"{options.ranks} ranks are no whole number of --tp {options.tp} x --pp {options.pp} ranks",
-            fix=f"give --ranks a multiple of {options.tp * options.pp}",
-        )
-    data = options.corpus_config()
+    num_hdp, data = ranks_beside(options.ranks, options.tp, options.pp), options.corpus_config()
     with progress_bar() as progress:
         corpus = prepare_corpus(data, progress)
     check_documents(corpus, num_hdp, options.capacity_tokens, data)

@@ -32,6 +32,27 @@ REFUSED_WITH_PP = {
 """The same with pipelines."""
 
 
+def ranks_beside(num_ranks: int, tp: int, pp: int) -> int:
+    """The HDP ranks that ``tp`` and ``pp`` leave. Raises ``ConfigError`` where some ranks would have no place."""
+    if min(tp, pp) < 1 or num_ranks % (tp * pp):
+        raise ConfigError(
+            f"{num_ranks} ranks are no multiple of tp = {tp} x pp = {pp}",
+            so="some would have no place in the mesh",
+            fix="let tp x pp divide the number of ranks",
+        )
+    return num_ranks // (tp * pp)
+
+
+def check_stages(pp: int, num_layers: int) -> None:
+    """Raise ``ConfigError`` where a stage would have no layer."""
+    if not 1 <= pp <= num_layers:
+        raise ConfigError(
+            f"parallel.pp = {pp} exceeds the model's {num_layers} layers",
+            so="a stage would have no layer",
+            fix=f"use at most {num_layers} stages",
+        )
+
+
 def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int) -> int:
     """How many consecutive HDP ranks share the layers' parameters (``runtime.optimizer.units``).
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits, limits
 from bytescale.config.schema import Config
+from bytescale.config.sharing import ranks_beside
 from bytescale.cost.gradient_sync import BUCKET_BYTES
 
 
@@ -33,12 +34,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.num_gpus % (self.tp * self.pp):
-            raise ConfigError(
-                f"{self.num_gpus} devices are not a multiple of tp x pp = {self.tp} x {self.pp}",
-                so=f"{self.num_gpus % (self.tp * self.pp)} devices would be in no rank",
-                fix=f"use {self.num_gpus // (self.tp * self.pp) * self.tp * self.pp} devices, or another tp or pp",
-            )
+        ranks_beside(self.num_gpus, self.tp, self.pp)
         if self.tp > self.gpus_per_node:
             raise ConfigError(
                 f"parallel.tp = {self.tp} exceeds gpus_per_node = {self.gpus_per_node}",

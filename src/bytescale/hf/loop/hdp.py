@@ -151,15 +151,10 @@ class HDP(Updates):
             self.engine.decoder.require_experts(self.mesh.domain.size)
         element, shape = next(self.model.parameters()).element_size(), self.mesh.shape
         of_mesh = MeshCosts(
-            kind=kind_of(self.group.device),
-            bytes_per_element=element,
-            tensor_parallel=shape.tp,
-            pipeline_parallel=shape.pp,
-            domain=self.domain,
-            ranks_per_node=hdp_ranks_per_node(self.group, shape.tp),
-            experts=self.experts,
-            checkpointing=checkpointing or "none",
-        )
+            kind=kind_of(self.group.device), bytes_per_element=element, tensor_parallel=shape.tp,
+            pipeline_parallel=shape.pp, domain=self.domain, ranks_per_node=hdp_ranks_per_node(self.group, shape.tp),
+            experts=self.experts, checkpointing=checkpointing or "none",
+        )  # fmt: skip
         self.room = Room.of(self.engine, capacity_tokens, device_gib, of_mesh)
         cost = of_mesh.assumed(self.engine.decoder.spec) if cost is None else cost
         self.cost = cost if checkpointing else cost.forward_only(element)
