@@ -20,8 +20,6 @@ class PlanSummary:
 
     num_tokens: int
     num_sequences: int
-    sum_of_squares: int
-    """Sum of squared lengths in tokens^2, exact. It determines the FLOPs of attention."""
     group_sizes: dict[int, int]
     """Slice groups per degree, largest degree first; degree 1 counts local packs."""
     gist: str
@@ -32,7 +30,6 @@ class PlanSummary:
         return PlanSummary(
             num_tokens=plan.num_tokens,
             num_sequences=plan.num_sequences,
-            sum_of_squares=int(np.square(plan.lengths.astype(np.int64)).sum()),
             group_sizes=dict(sorted(Counter(plan.group_sizes.tolist()).items(), reverse=True)),
             gist=gist(plan),
         )

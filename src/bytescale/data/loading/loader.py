@@ -18,6 +18,7 @@ from bytescale.data.tokens.pictures import Picture
 from bytescale.plan.plan import PREFETCH_STEPS, Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.summary import PlanSummary
+from bytescale.plan.trees import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class StepData:
     times: LoaderTimes
     pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)
     """By the number of their sequence in the GLOBAL batch."""
+    forest: Forest | None = None
+    """The documents whose rows the sequences of ``plan`` are, where they share prefixes."""
     items: Any = None
     """What a loader of pictures has made of them (``hf.loop.pictures``)."""
 

@@ -68,10 +68,9 @@ class Job:
 
     def training_flops(self, data: StepData) -> int:
         """Operations of the model's forward and backward over a step's documents, for MFU."""
-        squares = float(data.summary.sum_of_squares)
-        if self.spec.windows:
-            squares = self.spec.squares_of(data.plan.lengths)
-        return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
+        trees, squares = data.forest, self.spec.squares_of
+        of_rows = squares(data.plan.lengths) if trees is None else squares(trees.lengths) - squares(trees.shared)
+        return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=of_rows)
 
     def encode(self, pictures: PicturesOfRank | None) -> tuple[Beside, Callable[[], None]]:
         """Encode the pictures of a batch before its text; every rank calls it. Raises as ``EncodedItems``.
