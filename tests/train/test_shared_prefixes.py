@@ -198,9 +198,8 @@ def test_operations_of_shared_rows_under_a_window() -> None:
     forest = Forest(
         documents=np.array([0, 1]), lengths=np.array([10, 32]), shared=np.array([0, 5]), offsets=np.array([0, 2])
     )
-    data: Any = SimpleNamespace(
-        forest=forest, plan=SimpleNamespace(lengths=forest.sequence_lengths), summary=SimpleNamespace(num_tokens=37)
-    )
+    plan = SimpleNamespace(lengths=forest.sequence_lengths, num_tokens=37)
+    data: Any = SimpleNamespace(forest=forest, plan=plan)
     twice_the_pairs = sum(2 * min(position + 0.5, 16) for position in forest.positions().tolist())
     found = Job.training_flops(SimpleNamespace(spec=spec), data)  # type: ignore[arg-type]
     assert found == spec.training_flops(num_tokens=37, sum_of_squares=twice_the_pairs)

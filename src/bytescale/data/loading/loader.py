@@ -17,7 +17,6 @@ from bytescale.data.order.index import CorpusMetadata
 from bytescale.data.tokens.pictures import Picture
 from bytescale.plan.plan import PREFETCH_STEPS, Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
-from bytescale.plan.summary import PlanSummary
 from bytescale.plan.trees import Forest
 
 
@@ -45,7 +44,6 @@ class StepData:
     """Labels in the GLOBAL batch that are trained on."""
     loss_divisor: float
     """What the sum of weighted losses of the GLOBAL batch is divided by (``data.loss_per``)."""
-    summary: PlanSummary
     plan: Plan
     rank_plan: RankPlan
     micro_batches: tuple[MicroBatchData, ...]
@@ -171,7 +169,6 @@ class Loader:
             step=batch.step,
             num_targets=batch.total_targets,
             loss_divisor=batch.scaling(self._config.loss_per).divisor,
-            summary=PlanSummary.of(plan),
             plan=plan,
             rank_plan=RankPlan.of(plan, self._rank),
             micro_batches=(),

@@ -70,7 +70,7 @@ class Job:
         """Operations of the model's forward and backward over a step's documents, for MFU."""
         trees, squares = data.forest, self.spec.squares_of
         of_rows = squares(data.plan.lengths) if trees is None else squares(trees.lengths) - squares(trees.shared)
-        return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=of_rows)
+        return self.spec.training_flops(num_tokens=data.plan.num_tokens, sum_of_squares=of_rows)
 
     def encode(self, pictures: PicturesOfRank | None) -> tuple[Beside, Callable[[], None]]:
         """Encode the pictures of a batch before its text; every rank calls it. Raises as ``EncodedItems``.
