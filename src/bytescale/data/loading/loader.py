@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from bytescale.config.schema import DataConfig
@@ -14,7 +14,6 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState
 from bytescale.data.order.index import CorpusMetadata
-from bytescale.data.tokens.pictures import Picture
 from bytescale.plan.plan import PREFETCH_STEPS, Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
 from bytescale.plan.trees import Forest
@@ -51,12 +50,10 @@ class StepData:
     sampler_state_after: SamplerState
     """Where the next step starts."""
     times: LoaderTimes
-    pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)
-    """By the number of their sequence in the GLOBAL batch."""
     forest: Forest | None = None
     """The documents whose rows the sequences of ``plan`` are, where they share prefixes."""
     items: Any = None
-    """What a loader of pictures has made of them (``hf.loop.pictures``)."""
+    """What a loader of pictures has made of the batch's (``hf.loop.pictures``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,5 +179,4 @@ class Loader:
         segments = Segments.of(batch, data.rank_plan, self._config.loss_per)
         micro_batches = corpus.micro_batches(data.rank_plan, segments)
         read = int(segments.ranges.sum()) * corpus.index.token_bytes
-        times, pictures = replace(data.times, bytes_read=read), corpus.pictures_of(batch.samples)
-        return replace(data, micro_batches=micro_batches, times=times, pictures=pictures)
+        return replace(data, micro_batches=micro_batches, times=replace(data.times, bytes_read=read))
