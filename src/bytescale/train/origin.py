@@ -72,7 +72,7 @@ def _refuse_foreign(data: DataConfig, folder: Path) -> None:
         raise ConfigError(
             f"data.tokenizer is {data.tokenizer!r}, {what}, but the weights of {folder} have a tokenizer of their own",
             so="ids would stand for other tokens than those that the weights have learned",
-            fix="use the model's own: --data.tokenizer auto (`bytescale score`: leave --tokenizer out). To train it on a "
+            fix="use the model's own: --data.tokenizer auto (`bytescale score`: leave --tokenizer out). To train on a "
             "new one on purpose, put that one's tokenizer.json into a copy of the model's folder",
         )
 
