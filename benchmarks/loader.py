@@ -110,7 +110,7 @@ def rate(folder: Path) -> None:
             for _ in range(3):
                 next(taken)
             started = time.perf_counter()
-            num_tokens = sum(data.summary.num_tokens for data in taken)
+            num_tokens = sum(data.plan.num_tokens for data in taken)
             seconds = time.perf_counter() - started
         print(
             f"{name}: remote loader {num_tokens / seconds / 1e6:.2f}M tokens/s ({1e3 * seconds / steps:.1f} ms a step)"

@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import bytescale
 from bytescale.common.arrays import IntArray
 from bytescale.config.presets import PRESETS
-from bytescale.cost.assumed import Rates, assumed_cost
+from bytescale.cost.assumed import MeshCosts, Rates
 from bytescale.cost.cluster import Cluster
 from bytescale.data.length_distributions import sample_lengths
 from bytescale.hf.loop.encoded import Items
@@ -98,7 +98,7 @@ def at_home(plan: Plan, documents: list[int], work: list[float]) -> list[int]:
 
 def report_planned(all_ranks: list[int], shares: list[float], seeds: int) -> None:
     spec = spec_of_content(PRESETS["7b"])
-    cost = assumed_cost(spec, device="cuda", bytes_per_element=2)
+    cost = MeshCosts(kind="cuda", bytes_per_element=2).assumed(spec)
     of_patch = cost.token_seconds * 12 * LAYERS * WIDTH**2 / (spec.total - spec.vocab_size * spec.hidden_size)
     names = ("text", "encoders", "ours", "patches", "home", "static")
     print(f"{'ranks':>6}{'share':>7}{'pictures':>10}{'of work':>9}" + "".join(f"{name:>10}" for name in names))

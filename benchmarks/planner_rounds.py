@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from bytescale.config.presets import PRESETS
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.plan.verify import verify
@@ -35,8 +35,8 @@ from planner_batches import random_batch, sample
 CAPACITY, NODE = 8192, 8
 COSTS = {
     "free": CostModel.from_work(),
-    "counted": assumed_cost(spec_of_content(PRESETS["7b"]), device="cuda", bytes_per_element=2),
-    "gathers": assumed_cost(spec_of_content(PRESETS["7b"]), device="cuda", bytes_per_element=2, domain=NODE),
+    "counted": MeshCosts(kind="cuda", bytes_per_element=2).assumed(spec_of_content(PRESETS["7b"])),
+    "gathers": MeshCosts(kind="cuda", bytes_per_element=2, domain=NODE).assumed(spec_of_content(PRESETS["7b"])),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from bytescale.common.arrays import IntArray
 from bytescale.config.presets import PRESETS
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--free", action="store_true", help="messages take no time")
     given = parser.parse_args(arguments)
-    cost = assumed_cost(spec_of_content(PRESETS["7b"]), device="cuda", bytes_per_element=2)
+    cost = MeshCosts(kind="cuda", bytes_per_element=2).assumed(spec_of_content(PRESETS["7b"]))
     if given.free:
         cost = CostModel.from_work(linear_per_square=24576)
     print(f"{'shape':18}{'ranks':>7}{'sequences':>11}{'step s':>9}{'over even':>11}{'planned in s':>14}")

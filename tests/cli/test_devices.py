@@ -22,6 +22,7 @@ from bytescale.runtime.usable import usable_device_bytes
 from bytescale.train.loop.dry_run import dry_run
 from bytescale.train.parts.budget import memory_budget, usable_host_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
+from bytescale.train.parts.job import plan_of_run
 from tests.train.runs import described, small_run, with_shape, with_trainer, write_corpus
 
 ROOM = 1.0  # GiB: more tokens fit than a chunk of the loss or of the feed-forward part has
@@ -161,6 +162,49 @@ def test_the_plan_of_plan_and_dry_run(corpus: Path, tmp_path: Path, capsys: pyte
         assert plan.run([str(tmp_path / "config.toml"), "--planners", name]) == 0
         assert of_runs[-1] in capsys.readouterr().out
     assert of_runs[0] != of_runs[1]
+
+
+def test_a_dry_run_shares_parameters_among_the_ranks_that_a_run_shares_them_among(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks on this node are two HDP ranks at tp = 2."""
+    config = run_of(corpus, parallel={"tp": 2, "shard": "parameters", "capacity_tokens": 256}, dtype="fp32")
+    lines: list[str] = []
+    dry_run(config, lines.append)
+    assert "in lockstep by 2 ranks" in next(line for line in lines if line.startswith("plan"))
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    assert plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive"]) == 0
+    assert "in lockstep by 2 ranks" in capsys.readouterr().out
+
+
+def test_without_a_profile_plan_assumes_what_a_run_on_gpus_assumes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(corpus, parallel={"tp": 2}, device="cuda", dtype="auto", gib=3)
+    (tmp_path / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    seen = list[Any]()
+    monkeypatch.setattr(plan, "memory_in_words", lambda made, costs: seen.append(costs))
+    assert plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive", "--gpus-per-node", "4"]) == 0
+    spec, memory = described(config, kind="cuda", dtype=torch.bfloat16)
+    device = RankDevice(name="any", device_bytes=3 * 2.0**30, host_bytes=2.0**30)
+    planning = plan_of_run(
+        config, spec, memory, Devices.alike(device, 2), device=torch.device("cuda"), dtype=torch.bfloat16,
+        ranks_per_node=2,
+    )  # fmt: skip
+    assert seen[0].cost_model == planning.planner.cost
+    assert replace(seen[0].checkpointed_profile, name="flops") == planning.times.profile
+
+
+def test_launches_that_rates_count_are_planned_for(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text(config_to_toml(run_of(corpus)), encoding="utf-8")
+    seen = list[float]()
+    monkeypatch.setattr(plan, "memory_in_words", lambda made, costs: seen.append(costs.cost_model.micro_batch_seconds))
+    monkeypatch.setattr(plan.Console, "print", lambda *_, **__: None)
+    for rates in ([], ["--rates.launch-seconds", "0.5"]):
+        assert plan.run([str(tmp_path / "config.toml"), "--planners", "adaptive", *rates]) == 0
+    assert seen == [3e-3, 4 * 6 * 0.5]
 
 
 def test_without_a_profile_times_are_those_of_the_device_that_would_train(

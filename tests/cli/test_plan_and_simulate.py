@@ -263,7 +263,7 @@ def test_a_sequence_that_fits_nowhere_is_an_error_when_no_planner_can() -> None:
 
 
 def test_devices_that_make_no_whole_rank() -> None:
-    with pytest.raises(ConfigError, match=r"10 devices are not a multiple of tp x pp = 4 x 1"):
+    with pytest.raises(ConfigError, match="10 ranks are no multiple of tp = 4 x pp = 1"):
         simulate.run([*SMALL, "--parallel.ranks", "10", "--parallel.tp", "4"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from bytescale import HDP, score
-from bytescale.cli.score import ScoreOptions, check_options, prepare, run, score_on_ranks
+from bytescale.cli.score import ScoreOptions, prepare, run, score_on_ranks
 from bytescale.common.errors import ConfigError, DataError
 from bytescale.config.hugging_face import read_hf_config
 from bytescale.hf.files.folder import read_model
@@ -166,7 +167,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, folder: Path, monkeypa
     """A path below a file is refused beforehand. A full disk costs the part that is being written."""
     source = write_jsonl(tmp_path / "a.jsonl", token_records())
     with pytest.raises(ConfigError, match=r"out\.parquet cannot be written \(.*a\.jsonl is no folder"):
-        check_options(options(folder, source, source / "out.parquet"))
+        run([str(folder), str(source), "--out", str(source / "out.parquet")])
     output = ScoreFile(tmp_path / "out.parquet")
     output.begin({})
     output.write(0, {"document": [0]})
@@ -204,6 +205,19 @@ def test_scores_in_python(folder: Path) -> None:
             assert found[:-1].tolist() == pytest.approx(plain(folder, record["tokens"]), abs=1e-10)
 
 
+def test_a_config_that_names_its_architecture_alone(tmp_path: Path) -> None:
+    """As training takes it: one place reads the config.json of a folder."""
+    folder = chat_folder(tmp_path / "model")
+    small_model("llama", vocab_size=400).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    assert content.pop("model_type") == "llama"
+    (folder / "config.json").write_text(json.dumps(content))
+    out = tmp_path / "out.parquet"
+    records = write_jsonl(tmp_path / "a.jsonl", token_records((5,)))
+    assert run([str(folder), str(records), "--content", "tokens", "--out", str(out), "--dtype", "fp64"]) == 0
+    assert rows_of(out)[0]["logprobs"] == pytest.approx(plain(folder, token_records((5,))[0]["tokens"]))
+
+
 def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [*token_records((5,)), *token_records((300,))])
     out = tmp_path / "out.parquet"
@@ -216,9 +230,18 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
     texts = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}, {"text": ""}])
     with pytest.raises(DataError, match="1 documents are empty"):
         score_on_ranks(options(folder, texts, out, content="text"))
-    with pytest.raises(ConfigError, match="is not a Hugging Face folder"):
-        check_options(options(tmp_path, source, out))
-    with pytest.raises(ConfigError, match=r"3 ranks are no whole number of --tp 2 x --pp 1.*--ranks a multiple of 2"):
+    named: list[tuple[str, str]] = [
+        (str(tmp_path), "config.json cannot be read .*bytescale convert"),
+        ("", "(?i)no model is named"),
+    ]
+    for model, why in named:
+        with pytest.raises(ConfigError, match=why):
+            run(["--model", model, str(source), "--out", str(out)])
+    with pytest.raises(
+        ConfigError, match=r"(?i)ids would stand for other tokens than those that the weights have learned"
+    ):
+        prepare(options(folder, source, out, tokenizer="bytes"))
+    with pytest.raises(ConfigError, match="3 ranks are no multiple of tp = 2 x pp = 1"):
         prepare(options(folder, source, out, ranks=3, tp=2))
     with pytest.raises(ConfigError, match="--capacity_tokens is 0"):
         run([str(folder), str(source), "--out", str(out), "--capacity-tokens", "0"])
@@ -226,6 +249,6 @@ def test_what_cannot_be_scored(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?i)a document has 300 tokens, and the model has a table of 128 positions"):
         prepare(options(folder, source, out, capacity_tokens=400))
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="has no model of type ''"):
+    with pytest.raises(ConfigError, match="does not say its model_type"):
         load_model(folder, torch.float32)
     assert not out.exists()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from bytescale.common.errors import ConfigError
 from bytescale.config.load import config_to_toml, load_config
 from bytescale.config.removed import REMOVED
 from bytescale.config.resolve import resolve_model
-from bytescale.config.schema import Config, ModelConfig
+from bytescale.config.schema import Config, ModelConfig, ParallelConfig
 from tests.cli.test_private_runs import LOOPBACK, listening
 from tests.helpers.command import Command
 from tests.train.runs import losses, metrics, on_ranks, small_run, write_corpus
@@ -178,6 +179,20 @@ def test_bad_input_is_one_clear_error(
     errors = capsys.readouterr().err
     assert re.search(message, errors, re.DOTALL), errors
     assert "To fix:" in errors
+
+
+def test_a_dry_run_is_of_the_ranks_that_would_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fewer GPUs than ranks, each is a rank that holds more tokens. Packages that the run needs are looked for."""
+    seen, refused = list[ParallelConfig](), ConfigError("there is no such package")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("bytescale.train.loop.dry_run.dry_run", lambda config: seen.append(config.parallel))
+    arguments = ["--trainer.device", "auto", "--parallel.ranks", "2", "--parallel.capacity-tokens", "128"]
+    assert main(["train", str(folder / "config.toml"), "--dry-run", *arguments]) == 0
+    assert [(parallel.ranks, parallel.capacity_tokens) for parallel in seen] == [(1, 256)]
+    monkeypatch.setattr("bytescale.train.reporting.trackers.check_trackers", Mock(side_effect=refused))
+    assert main(["train", str(folder / "config.toml"), "--dry-run", *arguments]) == 2
+    assert len(seen) == 1
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,7 +342,7 @@ def test_a_loss_runs_the_model_once(what: str, message: str) -> None:
 def test_a_stage_is_used_in_plans_alone() -> None:
     def misused(group: dist.ProcessGroup, model: nn.Module) -> None:
         for pp in (0, 3):
-            with pytest.raises(ConfigError, match=f"pp is {pp}, and there are 2 ranks"):
+            with pytest.raises(ConfigError, match=f"2 ranks are no multiple of tp = 1 x pp = {pp}"):
                 bytescale.HDP(model, group, pp=pp, capacity_tokens=60)
         hdp = bytescale.HDP(model, group, pp=2, capacity_tokens=60)
         with pytest.raises(ConfigError, match="no optimizer"):

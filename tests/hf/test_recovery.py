@@ -350,6 +350,18 @@ def test_what_cannot_be_recovered_is_refused() -> None:
     on_ranks(2, model_of_loop(), one_rank)
 
 
+def test_copies_without_room_in_host_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_rank(group: dist.ProcessGroup, model: nn.Module) -> None:
+        hdp = HDP(model, group, capacity_tokens=40)
+        hdp.adamw(lr=1e-3)
+        with pytest.raises(ConfigError, match="ost memory is too small"):
+            hdp.keep_copies()
+        assert hdp.recovery is None
+
+    monkeypatch.setattr("bytescale.common.environment.machine_bytes", lambda: 1000.0)
+    on_ranks(2, model_of_loop(), one_rank)
+
+
 def test_parts_of_a_model_need_one_that_is_whole() -> None:
     """And a domain whose size stays."""
 

@@ -244,7 +244,7 @@ def require_use_in_plans_alone(hdp: bytescale.HDP, model: nn.Module, group: dist
 def test_a_part_of_a_model_is_used_in_plans_alone() -> None:
     def misused(group: dist.ProcessGroup, model: nn.Module) -> None:
         for tp in (0, 3):
-            with pytest.raises(ConfigError, match=f"p is {tp}, pp is 1, and there are 2 ranks"):
+            with pytest.raises(ConfigError, match=f"2 ranks are no multiple of tp = {tp} x pp = 1"):
                 bytescale.HDP(model, group, tp=tp, capacity_tokens=60)
         hdp = bytescale.HDP(model, group, tp=2, capacity_tokens=60)
         require_use_in_plans_alone(hdp, model, group)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
@@ -81,7 +81,7 @@ def test_short_sequences_are_not_shared_where_each_block_of_attention_takes_long
 @pytest.mark.parametrize("copies", one_of([4, 16], 4))
 def test_copies_of_a_batch_on_as_many_more_ranks_end_no_later(length: int, number: int, copies: int) -> None:
     """Above 4,096 ranks too, where fewer trials are made: a 7B model on 1,024 ranks, and on as many times more."""
-    cost, ends = assumed_cost(spec_of_llama("7b"), device="cuda", bytes_per_element=2), []
+    cost, ends = MeshCosts(kind="cuda", bytes_per_element=2).assumed(spec_of_llama("7b")), []
     for times in (1, copies):
         cluster, lengths = Cluster.uniform(1024 * times, 8192), np.full(number * times, length)
         plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
@@ -100,7 +100,10 @@ def test_reservations_end_where_they_would_take_long(monkeypatch: pytest.MonkeyP
             yield moment
 
     monkeypatch.setattr(FreeTime, "_moments", counted)
-    cost, cluster = assumed_cost(spec_of_llama("7b"), device="cuda", bytes_per_element=2), Cluster.uniform(1024, 8192)
+    cost, cluster = (
+        MeshCosts(kind="cuda", bytes_per_element=2).assumed(spec_of_llama("7b")),
+        Cluster.uniform(1024, 8192),
+    )
     lengths = np.random.default_rng(0).integers(8192, 32768, 512)
     plan = adaptive_plan(lengths, cluster=cluster, cost=cost)
     even = float(cost.work_seconds(lengths).sum()) / 1024

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bytescale.common.arrays import FloatArray
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import PlannerConfig
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.data.length_distributions import sample_lengths
@@ -29,7 +29,7 @@ from tests.helpers.llama import spec_of_llama
 from tests.helpers.plans import random_plan
 from tests.planner.helpers import COSTS, IDEAL, LINKS, cases, heavy_tailed
 
-COUNTED = assumed_cost(spec_of_llama("7b"), device="cuda", bytes_per_element=2)
+COUNTED = MeshCosts(kind="cuda", bytes_per_element=2).assumed(spec_of_llama("7b"))
 CAPACITY = 8192
 
 

@@ -144,6 +144,9 @@ def test_a_run_is_the_same_on_any_ranks(tmp_path: Path, name: str) -> None:
     on_host = replace(parts, optimizer=replace(optimizer, offload=True))
     with pytest.raises(ConfigError, match=r"ost memory is too small: .* of 1 MiB that a rank may use"):
         check_host_room(replace(on_host, memory=replace(parts.memory, host_gib=2**-10)))
+    copied = replace(parts, parallel=replace(parts.parallel, elastic=True))
+    with pytest.raises(ConfigError, match=r"ost memory is too small: .* copied for others"):
+        check_host_room(replace(copied, memory=replace(parts.memory, host_gib=2**-10)))
     interrupt(on_host, after_step=4)
     assert run(with_trainer(on_ranks(parts, 3, 128), resume=True)) == pytest.approx(whole, rel=1e-9)
     assert whole[-1] < whole[0] - 0.1

@@ -163,7 +163,7 @@ def test_buckets_hide_the_gradient_sync_behind_computation() -> None:
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        ({"num_gpus": 10, "tp": 2, "pp": 2}, "not a multiple of tp x pp = 2 x 2.*use 8 devices"),
+        ({"num_gpus": 10, "tp": 2, "pp": 2}, "10 ranks are no multiple of tp = 2 x pp = 2"),
         ({"num_gpus": 16, "tp": 16}, "exceeds gpus_per_node"),
         ({"num_gpus": 0}, "num_gpus is 0"),
     ],

@@ -50,6 +50,23 @@ def test_a_single_rank_holds_more_than_its_capacity_by_offloading(corpus: Path, 
         train(deep_run(corpus, tmp_path / "refused", 1, 160, offload="off"), print_line=lambda line: None)
 
 
+def test_the_devices_that_train_say_whether_to_offload(corpus: Path, tmp_path: Path) -> None:
+    """A model is also looked at on other devices: on the CPU for a cluster of GPUs, and a large one without memory."""
+    moved = {}
+    for offload, kind in (("auto", "cuda"), ("on", "cuda"), ("auto", "cpu")):
+        config = deep_run(corpus, tmp_path / "run", 2, 144, offload=offload)
+        moved[offload, kind] = described(config, kind=kind)[1].movable_bytes_per_token  # type: ignore[arg-type]
+    assert moved["auto", "cuda"] == moved["on", "cuda"] > 0
+    assert moved["auto", "cpu"] == 0
+
+
+def test_offloading_that_would_free_nothing_is_refused(corpus: Path, tmp_path: Path) -> None:
+    shallow = with_shape(deep_run(corpus, tmp_path / "run", 1, 256, offload="on"), num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="that frees no memory of this model of 2 layers"):
+        budget(shallow)
+    assert budget(replace(shallow, memory=MemoryConfig(offload="auto"))).cluster.offload is None
+
+
 def budget(config: Config, **changes: object) -> MemoryBudget:
     device, dtype = torch.device("cpu"), torch.float32
     own = rank_device(config, device, dtype, config.parallel.ranks)

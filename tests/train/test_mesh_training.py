@@ -198,7 +198,7 @@ def test_meshes_that_do_not_divide_are_refused(
 
 def test_ranks_that_make_no_mesh_are_refused(corpus: Path, tmp_path: Path) -> None:
     config = on_mesh(deep_run(corpus, tmp_path / "run"), tp=2, pp=2)
-    with pytest.raises(ConfigError, match=r"6 ranks are no multiple of parallel.tp = 2 x parallel.pp = 2"):
+    with pytest.raises(ConfigError, match="6 ranks are no multiple of tp = 2 x pp = 2"):
         validate(config, num_ranks=6)
 
 

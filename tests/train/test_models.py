@@ -27,14 +27,16 @@ from bytescale.config.overrides import optimizer_options
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, MemoryConfig, ModelConfig
 from bytescale.config.validate import validate
-from bytescale.cost.assumed import assumed_cost
+from bytescale.cost.assumed import MeshCosts
 from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.loader import Loader
 from bytescale.data.tokens.tokenizer import ByteTokenizer
 from bytescale.hf.files.folder import load_model
 from bytescale.hf.files.hf_folder import exact_dtype
 from bytescale.hf.model.counting import LiveBytes
+from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.measure import DOCUMENT_TOKENS
+from bytescale.hf.model.probe import heads_of
 from bytescale.hf.model.selectors import LowestFirst
 from bytescale.parity import small_model
 from bytescale.parity.thread_ranks import run_ranks
@@ -45,6 +47,7 @@ from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.train.loop.step import learning_rate
 from bytescale.train.loop.trainer import train
 from bytescale.train.parts.rank_model import RankModel, build_rank_model
+from bytescale.train.parts.run_kernels import heads_of_rank
 from tests.helpers.effort import one_in, one_of
 from tests.hf.support import on_ranks as on_thread_ranks
 
@@ -309,7 +312,7 @@ def test_weights_go_through_a_checkpoint_bit_for_bit(corpus: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
-        ("parallel", {"tp": 2, "ranks": 3}, "3 ranks are no multiple of parallel.tp = 2"),
+        ("parallel", {"tp": 2, "ranks": 3}, "3 ranks are no multiple of tp = 2"),
         ("model", {"config": {"num_layers": 3}}, "model.config has num_layers.* did you mean num_hidden_layers"),
         ("parallel", {"shard": "parameters", "domain": 3, "ranks": 4}, "domain of 3 ranks .* does not divide 4 ranks"),
         ("parallel", {"experts": "parallel", "ranks": 2}, "xperts is .parallel., but shard is .optimizer."),
@@ -494,13 +497,31 @@ def test_ranks_map_the_weights_of_a_folder_into_memory(tmp_path: Path, stored: t
     assert own_bytes() - before < 0.1 * total
 
 
+@pytest.mark.parametrize("name", ["falcon_mamba", "mamba2"])
+def test_models_without_attention_train(name: str, corpus: Path, tmp_path: Path) -> None:
+    """They have no heads, and norms with a gate or a constant in the place of a weight."""
+    folder = hf_folder(tmp_path / name, name)
+    one, two = (run(run_from(folder, corpus, tmp_path / f"{ranks}", ranks, steps=2)) for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3", "gemma2", "llama", "mamba2"])
+def test_flash_attention_is_tried_for_the_heads_that_the_probe_sees(name: str) -> None:
+    """As own loops try it. What config.json says of them is not what layers have, in some families."""
+    model = small_model(name)
+    seen = heads_of(HFDecoder(model).structure)
+    assert heads_of_rank(model.config.to_dict(), torch.bfloat16, 1) == seen
+    half = heads_of_rank(model.config.to_dict(), torch.bfloat16, 2)
+    assert half == (seen and replace(seen, queries=seen.queries // 2, keys=seen.keys // 2))
+
+
 def test_windows_make_attention_cheaper_for_planners(corpus: Path, tmp_path: Path) -> None:
     """q(s) is twice the pairs that are seen; a window makes a long document cost less, and a short one the same."""
     config = run_from(hf_folder(tmp_path / "a", "gemma2", sliding_window=16), corpus, tmp_path / "run", 1)
     kernel = select_kernel("auto", CPU, torch.float32)
     architecture: Any = resolve_model(config.model)
     model = build_rank_model(config, architecture, kernel, device=CPU, dtype=torch.float32, num_shards=1)
-    cost = assumed_cost(model.spec, device="cpu", bytes_per_element=4)
+    cost = MeshCosts(kind="cpu", bytes_per_element=4).assumed(model.spec)
     assert cost.windows == ((16, 0.5),)
     pairs = [sum(min(query + 0.5, 16) for query in range(s)) for s in (8, 16, 200)]
     halves = [(s * s + 2 * seen) / 2 for s, seen in zip((8, 16, 200), pairs, strict=True)]

@@ -17,7 +17,7 @@ from bytescale.cli.main import main
 from bytescale.common.errors import ConfigError
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config, CostConfig, MemoryConfig, ModelConfig
-from bytescale.cost.assumed import Rates, times_of
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.links import Links
 from bytescale.cost.profile import Point, Profile
 from bytescale.cost.profile_file import fit_warnings, load_profile, save_profile
@@ -178,15 +178,12 @@ def test_the_command_writes_a_profile_that_training_takes(tmp_path: Path) -> Non
         == 0
     )
     assert load_profile(out).spec.hidden_size == 32
-    config = on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128)
+    config = with_shape(on_ranks(small_run(corpus, tmp_path / "run", steps=2), 2, 128), num_hidden_layers=3)
     config = replace(config, cost=CostConfig(profile=str(out)), memory=MemoryConfig(offload="on", host_gib=0.1))
     assert len(run(config)) == 2
     flat, content = load_profile(out), resolve_model(config.model, tokenizer_vocab_size=300).content
     spec = spec_of_content(content)
-    alone, sharded = (
-        times_of(replace(config, parallel=replace(config.parallel, tp=tp)), spec, flat, Rates(), bytes_per_element=4)
-        for tp in (1, 2)
-    )
+    alone, sharded = (MeshCosts(kind="cpu", bytes_per_element=4, tensor_parallel=tp).times(spec, flat) for tp in (1, 2))
     assert alone == flat.scaled_to(spec)
     assert sharded.tensor_parallel == 2
     assert sharded.rest_forward.linear == flat.rest_forward.linear / 2

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,12 @@ from bytescale.data.loading.corpus import prepare_corpus
 from bytescale.data.loading.record import check_record
 from bytescale.parity import small_model
 from bytescale.plan import RankPlan
+from bytescale.plan.trees import Forest
 from bytescale.runtime.executor import Executor
 from bytescale.train.loop import evaluation
+from bytescale.train.parts.job import Job
 from tests.helpers.effort import one_of
+from tests.helpers.llama import spec_of_llama
 from tests.train.runs import WORDS, interrupt, losses, metrics, on_ranks, run, small_run, with_trainer
 from tests.train.test_models import hf_folder
 
@@ -185,3 +189,18 @@ def test_loops_of_ones_own_do_not_ignore_the_setting() -> None:
         hdp.batches(DataConfig(share_prefixes=True)),
     ):
         pass
+
+
+def test_operations_of_shared_rows_under_a_window() -> None:
+    """Each row once, with the keys of its own document that its window reaches; a tree is no document."""
+    whole = spec_of_llama("tiny")
+    spec: Any = replace(whole, layers=tuple(replace(layer, window=16) for layer in whole.layers))
+    forest = Forest(
+        documents=np.array([0, 1]), lengths=np.array([10, 32]), shared=np.array([0, 5]), offsets=np.array([0, 2])
+    )
+    plan = SimpleNamespace(lengths=forest.sequence_lengths, num_tokens=37)
+    data: Any = SimpleNamespace(forest=forest, plan=plan)
+    twice_the_pairs = sum(2 * min(position + 0.5, 16) for position in forest.positions().tolist())
+    found = Job.training_flops(SimpleNamespace(spec=spec), data)  # type: ignore[arg-type]
+    assert found == spec.training_flops(num_tokens=37, sum_of_squares=twice_the_pairs)
+    assert spec.squares_of(forest.sequence_lengths) != twice_the_pairs

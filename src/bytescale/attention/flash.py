@@ -103,21 +103,22 @@ def open_attention(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    heads: Heads,
+    heads: Heads | None,
     everywhere: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Iterator[AttentionChoice]:
     """Activate the implementation that ``kernels.attention`` names, until the block ends.
 
-    ``heads`` are this rank's. ``everywhere`` takes this rank's numbers and returns the smallest of any rank, once per
-    trial: so all ranks choose the same implementation.
+    ``heads`` are this rank's; None: there are none to try an implementation for. ``everywhere`` takes this rank's
+    numbers and returns the smallest of any rank, once per trial: so all ranks choose the same implementation.
 
     Raises ``ConfigError`` if the implementation was asked for by name and cannot run on every rank.
     """
     wanted = {implementation.name: implementation for implementation in FASTEST_FIRST}
-    if device.type != "cuda" or (name != "auto" and name not in wanted):
-        if name in wanted:
-            raise _not_usable(wanted[name], "needs a GPU, and this run is on the CPU")
-        yield AttentionChoice(select_kernel(name, device, dtype), "math" if name == "math" else "flash")
+    if name in wanted and device.type != "cuda":
+        raise _not_usable(wanted[name], "needs a GPU, and this run is on the CPU")
+    if heads is None or device.type != "cuda" or (name != "auto" and name not in wanted):
+        plain = "flash" if name in wanted else name
+        yield AttentionChoice(select_kernel(plain, device, dtype), "math" if name == "math" else "flash")
         return
     kernel = select_kernel("flash", device, dtype)  # refuses fp32
     candidates = FASTEST_FIRST if name == "auto" else (wanted[name],)

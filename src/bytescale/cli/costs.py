@@ -33,11 +33,9 @@ from bytescale.config.schema import (
     ParallelConfig,
     PlannerName,
 )
-from bytescale.config.sharing import sharing_domain
 from bytescale.config.validate import check_mesh, check_sharing
-from bytescale.cost.assumed import ASSUMED, Rates, planner_costs, times_of
+from bytescale.cost.assumed import ASSUMED, MeshCosts, Rates
 from bytescale.cost.cluster import Cluster
-from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.memory.device_memory import host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
@@ -57,7 +55,7 @@ ASSUMED_GIB = 80.0  # memory of a GPU that this machine does not have
 ASSUMED_HOST_GIB = 128.0  # of host memory beside it: half of 2 TiB, for eight
 MOST_SEQUENCES = 2**20  # of a batch that a file gives
 MOST_DRAWN_TOKENS = 2**31
-_ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_NAMES = {"cpu": "a CPU core (--trainer.device cuda: of an H100)", "cuda": "an H100"}
 
 DEFAULTS = Config(
     model=ModelConfig(preset="7b"),
@@ -90,7 +88,7 @@ class CostOptions:
     """The sequences."""
     rates: Rates = field(default_factory=Rates)
     """Rates of one device, from which times follow if `cost.profile` names no profile. Where none is given, a config
-    that would train on the CPU of this machine has those of a CPU core, as in training."""
+    that names data has those that its training assumes, and the CPU those of a core."""
     gpus_per_node: int = field(default=8, metadata=limits(least=1))
     """Devices that share a node and its fast links."""
     config: Settings
@@ -221,8 +219,7 @@ class Costs:
     """Without what checkpointing changes in memory (``checkpointed_profile``)."""
     stages: MeasuredMemory
     """The memory of the first stage of a pipeline, with that of the others."""
-    device: tuple[DeviceKind, int]
-    """The kind of device, and the bytes of a number in the compute dtype."""
+    of_mesh: MeshCosts
     encoders: tuple[FloatArray, ...] = ()
     """``[R]`` seconds of each rank's encoders before the text and behind it; none: there are no pictures."""
 
@@ -234,19 +231,18 @@ class Costs:
     def usable_bytes(self) -> float:
         """Bytes of a device that may be used: as training would here, or ``ASSUMED_GIB`` where it cannot run here."""
         config = self.config
-        if config.memory.device_gib is not None:
-            return config.memory.device_gib * GIBI
-        if not self._runs_here:
+        if config.memory.device_gib is None and not self._runs_here:
             return ASSUMED_GIB * GIBI
         import torch
 
         from bytescale.runtime.usable import usable_device_bytes
 
-        return usable_device_bytes(torch.device(self.device[0]), config.parallel.ranks, None)
+        device = torch.device(self.of_mesh.kind)
+        return usable_device_bytes(device, config.parallel.ranks, config.memory.device_gib)
 
     @property
     def _runs_here(self) -> bool:
-        return bool(self.config.data.sources) and not (self.device[0] == "cuda" and _kind_here() == "cpu")
+        return bool(self.config.data.sources) and not (self.of_mesh.kind == "cuda" and _kind_here() == "cpu")
 
     @cached_property
     def ranks(self) -> Cluster:
@@ -257,7 +253,7 @@ class Costs:
         known = self._runs_here or config.memory.host_gib is not None
         host = usable_host_bytes(config, config.parallel.ranks) if known else ASSUMED_HOST_GIB * GIBI
         host = host_bytes_left(self.memory.states, host)
-        return with_offload(ranks, config, self.device[0], self.memory, self.profile, host)
+        return with_offload(ranks, config, self.of_mesh.kind, self.memory, self.profile, host)
 
     @cached_property
     def memory(self) -> MeasuredMemory:
@@ -266,19 +262,12 @@ class Costs:
 
     @cached_property
     def cost_model(self) -> CostModel:
-        return planner_costs(
-            self.profile,
-            assumed=self.device[0] if self.config.cost.profile is None else "",
-            domain=self.domain,
-            ranks_per_node=self.cluster.ranks_per_node,
-            pipeline_parallel=self.cluster.pp,
-        )
+        return self.of_mesh.planner_costs(self.profile, is_measured=self.config.cost.profile is not None)
 
     @property
     def domain(self) -> int:
-        """Consecutive ranks that share parameters and run in lockstep. Raises ``ConfigError`` if it is impossible."""
-        parallel, num_ranks = self.config.parallel, self.cluster.num_ranks
-        return sharing_domain(parallel.shard, parallel.domain, num_ranks, min(self.cluster.ranks_per_node, num_ranks))
+        """Consecutive ranks that share parameters and run in lockstep."""
+        return self.of_mesh.domain
 
     def planner(self, name: PlannerName) -> VerifiedPlanner:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
@@ -322,36 +311,27 @@ def costs_of(
     if its layers cannot be cut into so many stages, or if there is no room for pictures.
     """
     config, parallel = options.config, options.config.parallel
-    cluster = ClusterConfig(
-        num_gpus=parallel.ranks,
-        gpus_per_node=options.gpus_per_node,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        gradient_bucket_mib=BUCKET_BYTES / 2**20,
-        optimizer_on_host=config.optimizer.offload,
-    )
+    cluster = ClusterConfig.of_run(config, parallel.ranks, options.gpus_per_node)
     measured = load_profile(config.cost.profile) if config.cost.profile is not None else None
     warn_of_bad_fits(measured)
-    device = _kind_and_precision(config, "" if measured is None else measured.device)
+    kind = _kind_of_device(config, "" if measured is None else measured.device)
     if measured is not None and not config.data.sources and config.model == DEFAULTS.model:
         config = replace(config, model=measured.model)
     known = replace(config, data=replace(config.data, context_length=longest))  # rotary positions may depend on it
     shape = resolve_model(config.model, tokenizer_vocab_size=vocab_size)
     if config.model.preset in PRESETS:
         check_mesh(parallel, shape.content)
-    spec, memory = _described(known, shape, *device, num_ranks=cluster.num_ranks)
+    spec, memory = _described(known, shape, kind, num_ranks=cluster.num_ranks)
     rates, named = options.rates, "the rates of --rates"
-    if rates == Rates() and device[0] == "cpu":
-        rates, named = ASSUMED["cpu"], "the assumed rates of a CPU core (--trainer.device cuda: of an H100)"
-    elif rates == Rates():
-        named = "the assumed rates of an H100"
-    profile = times_of(config, spec, measured, rates, bytes_per_element=device[1])
-    profile = profile if measured else replace(profile, name=named)
+    if rates == Rates():
+        named = f"the assumed rates of {_NAMES[kind]}"
+        rates = ASSUMED[kind] if config.data.sources or kind == "cpu" else rates
     check_sharing(config, cluster.num_ranks)
-    costs = Costs(options, cluster, profile, memory, device)
-    if parallel.experts == "parallel":
-        domain, per_node = costs.domain, cluster.ranks_per_node
-        costs = replace(costs, profile=profile.with_parallel_experts(domain=domain, ranks_per_node=per_node))
+    element, num_ranks, per_node = memory.states.element_bytes, cluster.num_ranks, cluster.ranks_per_node
+    of_mesh = MeshCosts.of_run(config, kind, element, num_ranks=num_ranks, ranks_per_node=per_node)
+    profile = of_mesh.times(spec, measured, rates)
+    profile = profile if measured else replace(profile, name=named)
+    costs = Costs(options, cluster, profile, memory, of_mesh)
     if pictures is not None:
         keeps_graphs = config.memory.checkpointing == "none"
         rows, size = memory.rows, parallel.ranks // parallel.pp
@@ -363,32 +343,34 @@ def costs_of(
 
 
 def _described(
-    config: Config, shape: ModelDescription, kind: DeviceKind, element_bytes: int, *, num_ranks: int
+    config: Config, shape: ModelDescription, kind: DeviceKind, *, num_ranks: int
 ) -> tuple[ModelSpec, MeasuredMemory]:
     """What a model's times and its memory follow from."""
     import torch
 
     from bytescale.attention import select_kernel
     from bytescale.train.parts.describe import describe_model
+    from bytescale.train.ranks import choose_dtype
 
-    dtype, cpu = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[element_bytes], torch.device("cpu")
+    cpu, dtype = torch.device("cpu"), choose_dtype(config.trainer.dtype, torch.device(kind))
     settings = replace(config, trainer=replace(config.trainer, init=""))
     kernel = select_kernel("auto", cpu, dtype)
     return describe_model(settings, shape, kernel, cpu, dtype, num_ranks=num_ranks, kind=kind)
 
 
-def _kind_and_precision(config: Config, measured_on: str) -> tuple[DeviceKind, int]:
+def _kind_of_device(config: Config, measured_on: str) -> DeviceKind:
     """``measured_on``: the device of the profile (``Profile.device``); empty without a measured one."""
-    kind, dtype = config.trainer.device, config.trainer.dtype
+    kind = config.trainer.device
     if kind == "auto" and measured_on:
         kind = "cpu" if measured_on.partition(",")[0] == "cpu" else "cuda"
     elif kind == "auto":
         kind = _kind_here() if config.data.sources else "cuda"
-    return kind, (2 if kind == "cuda" else 4) if dtype == "auto" else _ELEMENT_BYTES[dtype]
+    return kind
 
 
 def _kind_here() -> DeviceKind:
     """Return the kind of device that training would choose here."""
+    from bytescale.runtime.usable import kind_of
     from bytescale.train.ranks import choose_device
 
-    return "cuda" if choose_device("auto", 0, 1).type == "cuda" else "cpu"
+    return kind_of(choose_device("auto", 0, 1))

@@ -12,23 +12,24 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from bytescale.common.errors import ConfigError
-from bytescale.common.limits import check_limits
+from bytescale.common.errors import ConfigError, typed_path
+from bytescale.common.limits import check_limits, limits
 from bytescale.common.parsing import parse_json
 from bytescale.common.units import parse_count
+from bytescale.config.hugging_face import read_hf_config
 from bytescale.config.load import load_config, nearest
 from bytescale.config.removed import is_gone
 from bytescale.config.resolve import HF_PREFIX
-from bytescale.config.schema import Config, CorpusConfig, ModelConfig, TrainerConfig
+from bytescale.config.schema import Config, CorpusConfig, ModelConfig, ParallelConfig, TrainerConfig
 from bytescale.storage.hub import local_folder
 
 Options = TypeVar("Options")
@@ -98,6 +99,45 @@ def read(options: type[Options], arguments: Sequence[str], *, prog: str, default
         path, rest = None, ["--help"]
     config = load_config(path) if path else default
     return parse(options, rest, prog=prog, default=typing.cast(Any, options)(config=config))
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """The options of a command that runs the model of a folder on the ranks of this machine."""
+
+    ranks: int = field(default=1, metadata=limits(least=1))
+    """Processes on this node. Under torchrun, those that are there are joined."""
+    capacity_tokens: int = field(default=8192, metadata=limits(least=1))
+    """Tokens that one rank holds at once. Longer documents are shared by several ranks."""
+    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: cuda where there is a GPU for every rank of this node."""
+    model: str = ""
+    """The folder of the model, or its name on the Hub (OWNER/NAME); it may also be given as the first argument."""
+
+    def run_config(self, timeout_seconds: float | None) -> Config:
+        parallel = ParallelConfig(
+            ranks=self.ranks, capacity_tokens=self.capacity_tokens, timeout_seconds=timeout_seconds
+        )
+        return Config(parallel=parallel, trainer=TrainerConfig(dtype=self.dtype, device=self.device))
+
+
+def parse_with_model(options: type[Options], arguments: Sequence[str], *, prog: str) -> Options:
+    """``parse`` for a command of the form ``prog MODEL [options]``."""
+    given = list(arguments)
+    if given and not given[0].startswith("-"):
+        given = ["--model", *given]
+    return parse(options, given, prog=prog)
+
+
+def folder_of_model(named: str) -> str:
+    """The folder of a model that a command runs. Raises ``ConfigError`` as ``read_hf_config``, and without a name."""
+    if not named:
+        raise ConfigError("no model is named", fix="name its folder, or a model of the Hub, before all other arguments")
+    folder = local_folder(named)
+    read_hf_config(typed_path(folder))
+    return folder
 
 
 def _with_models_here(options: Any) -> Any:

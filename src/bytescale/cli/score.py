@@ -6,19 +6,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from bytescale.cli.data import CorpusOptions
-from bytescale.cli.options import parse
+from bytescale.cli.options import ModelOptions, folder_of_model, parse_with_model
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.common.errors import ConfigError, typed_path
+from bytescale.common.errors import typed_path
 from bytescale.common.limits import limits
-from bytescale.config.schema import Config, DataConfig, ParallelConfig, TrainerConfig
-from bytescale.storage.hub import local_folder
+from bytescale.config.resolve import HF_PREFIX
+from bytescale.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
+from bytescale.config.sharing import ranks_beside
 
 
 @dataclass(slots=True, kw_only=True)
-class ScoreOptions(CorpusOptions):
+class ScoreOptions(CorpusOptions, ModelOptions):
     """bytescale score MODEL SOURCE ... --out FILE.parquet: the log-probability of every token under a model.
 
     MODEL is a Hugging Face folder, or the name of a model of the Hub. The file has a row for each document, in the
@@ -29,49 +29,34 @@ class ScoreOptions(CorpusOptions):
     """The Parquet file to write. Its parts lie beside it, in FILE.parquet.parts, until all are there."""
     tokenizer: str = ""
     """`bytes`, or the path of a tokenizer.json or its folder; empty: the model's."""
-    ranks: int = field(default=1, metadata=limits(least=1))
-    """Processes on this node. Under torchrun, those that are there are joined."""
     tp: int = field(default=1, metadata=limits(least=1))
     """Ranks that share each layer's matrices, as `parallel.tp`."""
     pp: int = field(default=1, metadata=limits(least=1))
     """Pipeline stages, as `parallel.pp`."""
-    capacity_tokens: int = field(default=8192, metadata=limits(least=1))
-    """Tokens that one rank holds at once. Longer documents are shared by several ranks."""
     batch_tokens: int = field(default=2**18, metadata=limits(least=1))
     """Tokens that are planned together and written as one part."""
-    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
-    """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: cuda where there is a GPU for every rank of this node."""
     invariant: bool = False
     """Scores are the same to the last bit for any number of ranks and capacity, on CPUs, for more time and memory."""
     timeout_seconds: float | None = field(default=None, metadata=limits(above=0))
     """If a message takes longer than this, a rank counts as lost, and all ranks stop. Unset: 120, or 1800 on GPUs."""
-    model: str = ""
-    """The folder of the model, or its name on the Hub (OWNER/NAME); it may also be given as the first argument."""
 
     def corpus_config(self) -> DataConfig:
-        """The ``[data]`` section: documents of any length, each as one sequence."""
-        data = CorpusOptions.data_config(self)
-        tokenizer = self.tokenizer or self.model
-        return replace(data, tokenizer=tokenizer, context_length=2**62)
+        """The ``[data]`` section: documents of any length, each as one sequence, with a tokenizer as in training."""
+        from bytescale.train.origin import with_its_tokenizer
 
-    def run_config(self) -> Config:
-        parallel = ParallelConfig(
-            ranks=self.ranks, capacity_tokens=self.capacity_tokens, timeout_seconds=self.timeout_seconds
-        )
-        return Config(parallel=parallel, trainer=TrainerConfig(dtype=self.dtype, device=self.device))
+        model = f"{HF_PREFIX}{self.model}"
+        data = replace(self.data_config(), tokenizer=self.tokenizer or "auto", context_length=2**62)
+        config = Config(data=data, model=ModelConfig(preset=model), trainer=TrainerConfig(init=model))
+        return with_its_tokenizer(config).data
 
 
 def run(arguments: Sequence[str]) -> int:
-    given = list(arguments)
-    if given and not given[0].startswith("-"):
-        given = ["--model", *given]
-    options = parse(ScoreOptions, given, prog="bytescale score")
-    options = replace(options, model=local_folder(options.model))
-    check_options(options)
+    options = parse_with_model(ScoreOptions, arguments, prog="bytescale score")
+    options = replace(options, model=folder_of_model(options.model))
+    from bytescale.hf.scoring.score_file import ScoreFile
     from bytescale.train.ranks import end_with_launcher
 
+    ScoreFile(options.out).check_is_new()
     if ranks_of_torchrun() is not None:
         end_with_launcher()
         score_on_ranks(options)
@@ -91,21 +76,6 @@ def run(arguments: Sequence[str]) -> int:
     return run_on_ranks("score", arguments, options.ranks, modules=modules, go_on="continue")
 
 
-def check_options(options: ScoreOptions) -> None:
-    """Raise ``ConfigError`` for what cannot be right, before any data is read."""
-    from bytescale.hf.scoring.score_file import ScoreFile
-
-    folder = typed_path(options.model)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{options.model or 'the model'} is not a Hugging Face folder (there is no config.json)",
-            so="there is no model to score with",
-            fix="name the folder first: bytescale score MODEL SOURCE --out FILE; `bytescale convert` makes one of "
-            "a checkpoint",
-        )
-    ScoreFile(options.out).check_is_new()
-
-
 def prepare(options: ScoreOptions) -> None:
     """Tokenise the corpus and check its documents, before any rank is started."""
     from bytescale.config.hugging_face import read_hf_config
@@ -114,15 +84,10 @@ def prepare(options: ScoreOptions) -> None:
     from bytescale.hf.files.folder import require_positions
     from bytescale.hf.scoring.score_file import check_documents
 
-    num_hdp, left = divmod(options.ranks, options.tp * options.pp)
-    if left:
-        raise ConfigError(
-            f"{options.ranks} ranks are no whole number of --tp {options.tp} x --pp {options.pp} ranks",
-            fix=f"give --ranks a multiple of {options.tp * options.pp}",
-        )
+    num_hdp, data = ranks_beside(options.ranks, options.tp, options.pp), options.corpus_config()
     with progress_bar() as progress:
-        corpus = prepare_corpus(options.corpus_config(), progress)
-    check_documents(corpus, num_hdp, options.capacity_tokens, options.corpus_config())
+        corpus = prepare_corpus(data, progress)
+    check_documents(corpus, num_hdp, options.capacity_tokens, data)
     longest, content = int(corpus.samples.length.max()), read_hf_config(typed_path(options.model))
     require_positions(content, longest, what="a document has", fix="split or truncate documents to {} tokens")
 
@@ -135,9 +100,9 @@ def score_on_ranks(options: ScoreOptions) -> None:
     from bytescale.hf.scoring.score_file import ScoreFile, score_corpus
     from bytescale.train.ranks import open_ranks
 
-    folder = typed_path(options.model)
-    with open_ranks(options.run_config()) as ranks:
-        corpus = prepare_corpus(options.corpus_config())
+    folder, data = typed_path(options.model), options.corpus_config()
+    with open_ranks(options.run_config(options.timeout_seconds)) as ranks:
+        corpus = prepare_corpus(data)
         model = read_model(folder, read_hf_config(folder), ranks.dtype).eval().to(ranks.device)
         check_vocabulary(corpus.metadata, len(model.get_input_embeddings().weight))
         hdp = HDP(
@@ -152,7 +117,7 @@ def score_on_ranks(options: ScoreOptions) -> None:
             hdp,
             corpus,
             ScoreFile(options.out),
-            data=options.corpus_config(),
+            data=data,
             batch_tokens=options.batch_tokens,
             model_name=model_identity(folder),
             log=print if ranks.is_first else lambda line: None,

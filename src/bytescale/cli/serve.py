@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bytescale.cli.options import parse
+from bytescale.cli.options import ModelOptions, folder_of_model, parse_with_model
 from bytescale.common.environment import ranks_of_torchrun
-from bytescale.common.errors import BytescaleError, ConfigError, RankFailure, typed_path
+from bytescale.common.errors import BytescaleError, RankFailure, typed_path
 from bytescale.common.limits import limits
-from bytescale.config.schema import Config, ParallelConfig, TrainerConfig
-from bytescale.storage.hub import local_folder
 
 if TYPE_CHECKING:
     from bytescale.integrations.tinker.server import TinkerServer
@@ -27,7 +25,7 @@ IDLE_SECONDS = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(ModelOptions):
     """bytescale serve MODEL --out FOLDER: train and sample for clients of Tinker (TINKER_BASE_URL).
 
     MODEL is a Hugging Face folder, or the name of a model of the Hub. Where BYTESCALE_SERVE_TOKEN is set, clients have
@@ -42,28 +40,13 @@ class ServeOptions:
     """The address to listen at. Any but this machine's own needs a token."""
     port: int = field(default=8000, metadata=limits(least=0, most=65535))
     """0: one that is free."""
-    ranks: int = field(default=1, metadata=limits(least=1))
-    """Processes on this node. Under torchrun, those that are there are joined."""
-    capacity_tokens: int = field(default=8192, metadata=limits(least=1))
-    """Tokens that one rank holds at once. Longer sequences are shared by several ranks."""
     checkpointing: Literal["none", "attention", "full"] = "none"
     """Which parts of layers are computed again in backward."""
-    dtype: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
-    """Weights and activations; auto: bf16 on GPU, fp32 on CPU."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: cuda where there is a GPU for every rank of this node."""
-    model: str = ""
-    """The folder of the model, or its name on the Hub (OWNER/NAME); it may also be given as the first argument."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    given = list(arguments)
-    if given and not given[0].startswith("-"):
-        given = ["--model", *given]
-    options = parse(ServeOptions, given, prog="bytescale serve")
-    options = replace(options, name=options.name or options.model, model=local_folder(options.model))
-    if not (typed_path(options.model) / "config.json").is_file():
-        raise ConfigError(f"the model {options.model!r} is no Hugging Face folder", fix="name the folder first")
+    options = parse_with_model(ServeOptions, arguments, prog="bytescale serve")
+    options = replace(options, name=options.name or options.model, model=folder_of_model(options.model))
     is_rank = ranks_of_torchrun() is not None
     if options.ranks > 1 and not is_rank:
         from bytescale.cli.main import run_on_ranks
@@ -78,13 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     from bytescale.integrations.tinker.trainers import Trainers
     from bytescale.train.ranks import open_ranks
 
-    parallel = ParallelConfig(
-        ranks=options.ranks, capacity_tokens=options.capacity_tokens, timeout_seconds=SILENT_SECONDS
-    )
-    config = Config(parallel=parallel, trainer=TrainerConfig(dtype=options.dtype, device=options.device))
     folder, token = typed_path(options.model), os.environ.pop("BYTESCALE_SERVE_TOKEN", "")
     out = typed_path(options.out)
-    with open_ranks(config) as ranks:
+    with open_ranks(options.run_config(SILENT_SECONDS)) as ranks:
         hdp = {"capacity_tokens": options.capacity_tokens, "checkpointing": options.checkpointing}
         trainers = Trainers(folder, out, ranks.world, ranks.dtype, **hdp)
         server = None

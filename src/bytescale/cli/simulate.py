@@ -13,7 +13,6 @@ from rich.table import Table
 from bytescale.cli.costs import CostOptions, costs_of, read_batch, read_cost_options
 from bytescale.cli.plan import memory_in_words
 from bytescale.common.units import format_bytes, format_count, format_seconds, format_si
-from bytescale.cost.model import windowed_squares
 from bytescale.cost.profile import Profile
 from bytescale.plan import Plan
 from bytescale.plan.io import load_plan
@@ -76,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def print_step(console: Console, step: SimulatedStep, profile: Profile, plan: Plan, cluster: ClusterConfig) -> None:
-    squares = int(windowed_squares(plan.lengths, profile.spec.windows).sum())
+    squares = profile.spec.squares_of(plan.lengths)
     done = profile.spec.training_flops(num_tokens=plan.num_tokens, sum_of_squares=squares)
     rate = done / step.step_seconds / cluster.num_gpus
     console.print(

@@ -83,10 +83,7 @@ def _start_training(options: TrainOptions) -> None:
         check_is_new(Path(config.trainer.run_dir))
         check_can_be_made(local_folder(config.checkpoint.folder, Path(config.trainer.run_dir)))
     if options.dry_run:
-        from bytescale.train.parts.budget import check_room
-
-        check_room(config.parallel.ranks)
-        _check_initial_weights(config)
+        config = _checked_without_ranks(config)
         if config.trainer.resume:
             newest = _newest_checkpoint(config, Path(config.trainer.run_dir))
             print(f"resume  from {newest}" if newest else "resume  there is no checkpoint on this machine: from step 1")
@@ -234,19 +231,10 @@ def prepare_and_start(options: TrainOptions) -> None:
     from bytescale.train.launch.forked import prepare_for_copies
     from bytescale.train.launch.supervise import supervise
     from bytescale.train.launch.torchrun import ranks_there
-    from bytescale.train.parts.budget import check_room
-    from bytescale.train.parts.describe import check_host_room, check_positions
-    from bytescale.train.parts.devices import fit_to_gpus
-    from bytescale.train.reporting.trackers import check_trackers
 
     if options.config.parallel.ranks > 1:
         prepare_for_copies()
-    check_trackers(options.config.log)
-    config = fit_to_gpus(options.config)
-    check_room(config.parallel.ranks)
-    check_host_room(config)
-    check_positions(config, resolve_model(config.model))
-    _check_initial_weights(config)
+    config = _checked_without_ranks(options.config)
     _prepare_data(config)
     with _ray_if_needed(config):
         if config.parallel.ranks == 1 and not options.max_restarts:
@@ -264,6 +252,23 @@ def prepare_and_start(options: TrainOptions) -> None:
             max_restarts=options.max_restarts,
             ranks_there=ranks_there if options.elastic else None,
         )
+
+
+def _checked_without_ranks(config: Config) -> Config:
+    """The config as it runs on this machine's GPUs. Raises what can be told without data and before a rank starts."""
+    from bytescale.train.parts.budget import check_room
+    from bytescale.train.parts.describe import check_host_room, check_positions
+    from bytescale.train.parts.devices import fit_to_gpus
+    from bytescale.train.reporting.trackers import check_trackers
+
+    check_trackers(config.log)
+    config = fit_to_gpus(config)
+    validate(config)
+    check_room(config.parallel.ranks)
+    check_host_room(config)
+    check_positions(config, resolve_model(config.model))
+    _check_initial_weights(config)
+    return config
 
 
 def _how_to_go_on(config: Config) -> str:

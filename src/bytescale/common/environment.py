@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bytescale.common.errors import ConfigError
 
-HOST_SHARE_WITH_OPTIMIZER = 0.8
-"""Of a machine's memory, for an optimizer and activations."""
+_HOST_SHARE, _HOST_SHARE_WITH_OPTIMIZER = 0.5, 0.8
+"""Of a machine's memory, for what its ranks offload: activations, and an optimizer too."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is the newer name of the first
 
 
@@ -43,6 +43,11 @@ def machine_bytes() -> float:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.exists() else "max"
     return min(total, math.inf if text == "max" else float(text))
+
+
+def host_bytes_of_a_rank(num_ranks: int, *, with_optimizer: bool) -> float:
+    """What each of the ranks on this machine may use for what is offloaded, and for copies of others' states."""
+    return bytes_of_a_rank(_HOST_SHARE_WITH_OPTIMIZER if with_optimizer else _HOST_SHARE, num_ranks)
 
 
 def bytes_of_a_rank(share: float, num_ranks: int) -> float:

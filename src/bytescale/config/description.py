@@ -42,31 +42,11 @@ class ModelDescription:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding. Raises ``ConfigError`` where config.json does not say it."""
-        return self._number("vocab_size")
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, key/value heads and the width of one, as config.json says them; layers may differ."""
-        heads = self._number("num_attention_heads", "n_head", "num_heads")
-        width = self._text.get("head_dim") or self._number("hidden_size", "n_embd", "d_model") // heads
-        return heads, self._text.get("num_key_value_heads") or heads, int(width)
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether config.json names a sliding window that is not switched off."""
-        return bool(self._text.get("sliding_window")) and self._text.get("use_sliding_window") is not False
-
-    @property
-    def _text(self) -> dict[str, Any]:
-        """The decoder's part, where a model has several."""
-        return dict(self.content.get("text_config") or self.content)
-
-    def _number(self, *names: str) -> int:
-        for name in names:
-            if isinstance(self._text.get(name), int):
-                return int(self._text[name])
+        size = (self.content.get("text_config") or self.content).get("vocab_size")
+        if isinstance(size, int):
+            return size
         raise ConfigError(
-            f"config.json of the {self.model_type} model lacks {' or '.join(names)}",
+            f"config.json of the {self.model_type} model lacks vocab_size",
             fix="save the model anew with transformers: from_pretrained() and save_pretrained()",
         )
 

@@ -14,9 +14,10 @@ FAMILIES = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "mixtral"}
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json. All use of a folder begins here.
+    """The content of a folder's config.json, with its model_type. All use of a folder begins here.
 
-    Raises ``ConfigError`` when there is none, or one from which no model can be built, and for links out of the folder.
+    Raises ``ConfigError`` when there is none, or one from which no model can be built, for quantised weights, and for
+    links out of the folder.
     """
     path = folder / "config.json"
     refuse_links_out(folder)
@@ -30,18 +31,26 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         content = dict(parse_json(read_input(path, MOST_SETTINGS)))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error})", fix="name the folder of a model saved by save_pretrained()"
+            f"{path} cannot be read ({error})",
+            fix="name the folder of a model saved by save_pretrained(); `bytescale convert` makes one of a checkpoint",
         ) from error
-    return checked_config(content, str(path))
-
-
-def refuse_quantised(content: dict[str, Any], where: str) -> None:
-    """Raise ``ConfigError`` for weights that are stored with scales beside them."""
+    content = checked_config(content, str(path))
     if content.get("quantization_config"):
         method = content["quantization_config"].get("quant_method", "of an unknown method")
         raise ConfigError(
-            f"{where} is of quantised weights ({method})",
+            f"{path} is of quantised weights ({method})",
             so="they would be read without their scales, and be off by orders of magnitude",
             fix="use the model's unquantised weights, or save them with transformers: "
             "from_pretrained(..., dequantize) and save_pretrained()",
         )
+    if "model_type" not in content:
+        named = content.get("architectures")
+        model_type = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+        if model_type is None:
+            raise ConfigError(
+                f"{path} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",
+                so="what its weights belong to is not known",
+                fix='name it, such as "model_type": "llama"',
+            )
+        content["model_type"] = model_type
+    return content

@@ -10,7 +10,7 @@ from bytescale.common.errors import ConfigError, typed_path
 from bytescale.common.parsing import parse_json
 from bytescale.config.description import ModelDescription, trained_of
 from bytescale.config.foreign_config import checked_config
-from bytescale.config.hugging_face import FAMILIES, read_hf_config, refuse_quantised
+from bytescale.config.hugging_face import read_hf_config
 from bytescale.config.load import nearest
 from bytescale.config.presets import PRESETS
 from bytescale.config.schema import ModelConfig
@@ -31,7 +31,7 @@ def resolve_model(config: ModelConfig, *, tokenizer_vocab_size: int | None = Non
     each other.
     """
     if config.preset.startswith(HF_PREFIX):
-        found = _model_of_folder(source_folder(config.preset), trained_of(config))
+        found = ModelDescription(content=read_hf_config(source_folder(config.preset)), trained=trained_of(config))
     elif config.preset.startswith(CHECKPOINT_PREFIX):
         found = _stored_architecture(config.preset.removeprefix(CHECKPOINT_PREFIX))
     elif config.preset in PRESETS:
@@ -104,22 +104,6 @@ def _changed(content: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
 def source_folder(source: str) -> Path:
     """The folder of ``hf:FOLDER``."""
     return typed_path(source.removeprefix(HF_PREFIX))
-
-
-def _model_of_folder(folder: Path, trained: dict[str, Any]) -> ModelDescription:
-    content, where = read_hf_config(folder), str(folder / "config.json")
-    refuse_quantised(content, where)
-    if "model_type" not in content:
-        named = content.get("architectures")
-        model_type = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
-        if model_type is None:
-            raise ConfigError(
-                f"{where} does not say its model_type, and architectures has none of {', '.join(FAMILIES)}",
-                so="what its weights belong to is not known",
-                fix='name it, such as "model_type": "llama"',
-            )
-        content["model_type"] = model_type
-    return ModelDescription(content=content, trained=trained)
 
 
 def _stored_architecture(folder: str) -> ModelDescription:

@@ -32,10 +32,32 @@ REFUSED_WITH_PP = {
 """The same with pipelines."""
 
 
+def ranks_beside(num_ranks: int, tp: int, pp: int) -> int:
+    """The HDP ranks that ``tp`` and ``pp`` leave. Raises ``ConfigError`` where some ranks would have no place."""
+    if min(tp, pp) < 1 or num_ranks % (tp * pp):
+        raise ConfigError(
+            f"{num_ranks} ranks are no multiple of tp = {tp} x pp = {pp}",
+            so="some would have no place in the mesh",
+            fix="let tp x pp divide the number of ranks",
+        )
+    return num_ranks // (tp * pp)
+
+
+def check_stages(pp: int, num_layers: int) -> None:
+    """Raise ``ConfigError`` where a stage would have no layer."""
+    if not 1 <= pp <= num_layers:
+        raise ConfigError(
+            f"parallel.pp = {pp} exceeds the model's {num_layers} layers",
+            so="a stage would have no layer",
+            fix=f"use at most {num_layers} stages",
+        )
+
+
 def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int) -> int:
     """How many consecutive HDP ranks share the layers' parameters (``runtime.optimizer.units``).
 
-    ``domain``: as it was asked for; 0: the ranks of a node. Raises ``ConfigError`` where that is not possible.
+    ``domain``: as it was asked for; 0: the ranks of a node, or all where a node has room for more. Raises
+    ``ConfigError`` where that is not possible.
     """
     if shard not in get_args(Shard):
         raise ConfigError(f"shard is {shard!r}", fix=f"use one of {', '.join(get_args(Shard))}")
@@ -44,7 +66,7 @@ def sharing_domain(shard: str, domain: int, num_ranks: int, ranks_per_node: int)
             raise ConfigError(f'domain is {domain}, but shard is "optimizer"', so="ranks would share no parameters",
                               fix='set shard to "parameters", or leave domain out')  # fmt: skip
         return 1
-    found = domain or ranks_per_node
+    found = domain or min(ranks_per_node, num_ranks)
     if found < 1 or num_ranks % found:
         chosen = f"a domain of {found} ranks" if domain else f"the {found} ranks of a node, which are the domain,"
         raise ConfigError(

@@ -22,7 +22,7 @@ from bytescale.config.schema import (
     ParallelConfig,
     TrainerConfig,
 )
-from bytescale.config.sharing import check_experts, check_invariant, sharing_domain
+from bytescale.config.sharing import check_experts, check_invariant, check_stages, ranks_beside, sharing_domain
 
 
 def validate(config: Config, *, num_ranks: int | None = None) -> None:
@@ -37,15 +37,9 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     check_trained(config, shape)
     check_model(shape)
     parallel, num_ranks = config.parallel, config.parallel.ranks if num_ranks is None else num_ranks
-    if num_ranks % (mesh := parallel.tp * parallel.pp):
-        raise ConfigError(
-            f"{num_ranks} ranks are no multiple of parallel.tp = {parallel.tp} x parallel.pp = {parallel.pp}",
-            so=f"{num_ranks % mesh} of them would have no place in the mesh",
-            fix=f"use {-(-num_ranks // mesh) * mesh} ranks, or other degrees",
-        )
+    ranks, kind, data = hdp_ranks(parallel, num_ranks), kind_of_ranks(parallel), config.data
     if config.model.preset in PRESETS:
         check_mesh(parallel, shape.content)
-    ranks, kind, data = hdp_ranks(parallel, num_ranks), kind_of_ranks(parallel), config.data
     if not data.sources:
         raise ConfigError("data.sources is empty", so="there is nothing to train on", fix="name a folder, file or glob")
     # A capacity that memory decides, or activations that may leave it: known only when memory is.
@@ -83,6 +77,18 @@ def validate(config: Config, *, num_ranks: int | None = None) -> None:
     _check_trainer(config.trainer, config.log.trace_steps)
 
 
+def validate_for_ranks_left(config: Config, num_ranks: int) -> None:
+    """``validate`` for a run that goes on with fewer ranks. Raises ``ConfigError`` that says how it can go on."""
+    try:
+        validate(config, num_ranks=num_ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{num_ranks} of {config.parallel.ranks} ranks are left: {error}",
+            so="checkpoints written before are whole",
+            fix=f"or bring the others back and continue with `bytescale train --resume {config.trainer.run_dir}`",
+        ) from error
+
+
 def check_batches(data: DataConfig) -> None:
     """Raise ``ConfigError`` for a number outside of its limits, or if a sequence could be larger than a batch."""
     check_limits(data, "data.")
@@ -95,8 +101,8 @@ def check_batches(data: DataConfig) -> None:
 
 
 def hdp_ranks(parallel: ParallelConfig, num_ranks: int | None = None) -> int:
-    """What tensor and pipeline parallelism leave of ``num_ranks`` (``parallel.ranks`` when None)."""
-    return (parallel.ranks if num_ranks is None else num_ranks) // (parallel.tp * parallel.pp)
+    """``ranks_beside`` of ``num_ranks`` (``parallel.ranks`` when None)."""
+    return ranks_beside(parallel.ranks if num_ranks is None else num_ranks, parallel.tp, parallel.pp)
 
 
 def kind_of_ranks(parallel: ParallelConfig) -> str:
@@ -113,12 +119,7 @@ def check_mesh(parallel: ParallelConfig, content: dict[str, Any]) -> None:
             so="no token could travel to another rank's",
             fix="take a mixture of experts, or leave parallel.experts out",
         )
-    if pp > num_layers:
-        raise ConfigError(
-            f"parallel.pp = {pp} exceeds the model's {num_layers} layers",
-            so="a stage would have no layer",
-            fix=f"use at most {num_layers} stages",
-        )
+    check_stages(pp, num_layers)
     for name in ("num_attention_heads", "intermediate_size"):
         if (value := content[name]) % tp:
             raise ConfigError(
@@ -219,6 +220,13 @@ def check_sharing(config: Config, ranks: int) -> None:
             fix="set parallel.tp to 1, or leave parallel.experts out",
         )
     domain = sharing_domain(parallel.shard, parallel.domain, ranks, ranks)
+    if config.optimizer.name == "muon" and (domain > 1 or parallel.tp > 1):
+        what = 'parallel.shard is "parameters"' if domain > 1 else f"parallel.tp is {parallel.tp}"
+        raise ConfigError(
+            f"optimizer.name is muon, and {what}",
+            so="a rank would orthogonalise a part of a matrix, which is another update",
+            fix='use adamw or sgd, or parallel.shard = "optimizer" and parallel.tp = 1 (stages may be any)',
+        )
     if domain == 1:
         return
     if parallel.pp > 1:
@@ -226,12 +234,6 @@ def check_sharing(config: Config, ranks: int) -> None:
             f'parallel.shard is "parameters", and parallel.pp is {parallel.pp}',
             so="stages would gather their layers for one micro-batch in flight after the other",
             fix='set parallel.pp to 1 (parallel.tp may be any), or parallel.shard to "optimizer"',
-        )
-    if config.optimizer.name == "muon":
-        raise ConfigError(
-            'optimizer.name is muon, and parallel.shard is "parameters"',
-            so="a rank would orthogonalise a part of a matrix, which is another update",
-            fix="use adamw or sgd",
         )
 
 
@@ -242,9 +244,3 @@ def _check_optimizer(config: Config) -> None:
                           fix="use adamw or sgd, or leave optimizer.offload out")  # fmt: skip
     optimizer_options(config.optimizer)
     check_overrides(config.optimizer.overrides)
-    if config.optimizer.name == "muon" and config.parallel.tp > 1:
-        raise ConfigError(
-            f"optimizer.name is muon, and parallel.tp is {config.parallel.tp}",
-            so="a rank would orthogonalise a part of a matrix, which is another update",
-            fix="set parallel.tp to 1 (stages and HDP ranks may be any), or use adamw",
-        )

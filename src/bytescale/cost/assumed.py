@@ -6,11 +6,12 @@ All ranks must get the same plan, so no measurement of a rank may enter. A profi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from bytescale.common.limits import limits
 from bytescale.config.schema import Checkpointing, Config, Experts
+from bytescale.config.sharing import sharing_domain
 from bytescale.cost.links import Links
+from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.cost.model import CostModel
 from bytescale.cost.profile import Profile, require_model
 from bytescale.cost.spec import ModelSpec
@@ -58,21 +59,6 @@ class Rates:
         )
 
 
-def times_of(
-    config: Config, spec: ModelSpec, measured: Profile | None, rates: Rates, *, bytes_per_element: int
-) -> Profile:
-    """The times of a model's layers at the tp of ``config``: the measured ones, else its operations at ``rates``.
-
-    A profile of another tp is scaled by operation counts. Raises ``ConfigError`` if other layers were measured.
-    """
-    if measured is None:
-        found = rates.profile(spec, tensor_parallel=config.parallel.tp, bytes_per_element=bytes_per_element)
-    else:
-        require_model(measured, spec)
-        found = measured.scaled_to(spec, tensor_parallel=config.parallel.tp)
-    return replace(found, checkpointing=config.memory.checkpointing)
-
-
 ASSUMED: dict[str, Rates] = {
     # A core with AVX2, and gloo over loopback. Its copies use the cores themselves, so no transfer is hidden for free.
     # Bandwidth and latency are therefore a few times worse than those of the link alone.
@@ -101,40 +87,72 @@ ASSUMED_MICRO_BATCH_SECONDS = {"cpu": 3e-3, "cuda": 2e-3}
 """What starting a forward and a backward takes."""
 
 
-def assumed_cost(
-    spec: ModelSpec,
-    *,
-    device: Literal["cpu", "cuda"],
-    bytes_per_element: int,
-    domain: int = 1,
-    experts: Experts = "gathered",
-    checkpointing: Checkpointing = "none",
-) -> CostModel:
-    """The cost model of a model on a device of ``ASSUMED``, without any measurement.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshCosts:
+    """What one HDP rank of a mesh takes: the trainer, ``plan`` and ``simulate``, and loops that are not ours ask here.
 
-    ``domain``: consecutive ranks that gather the parameters in every round (``plan.Plan``), or all but the experts.
+    Attributes:
+        kind: the kind of device that is assumed where no profile was measured.
+        bytes_per_element: of a number in activations.
+        domain: consecutive HDP ranks that gather the parameters in every round (``plan.Plan``), or all but the experts.
+        ranks_per_node: consecutive HDP ranks with the links of one node between them.
     """
-    profile = ASSUMED[device].profile(spec, bytes_per_element=bytes_per_element)
-    profile = replace(profile, checkpointing=checkpointing)
-    if experts == "parallel":
-        profile = profile.with_parallel_experts(domain=domain)
-    return planner_costs(profile, assumed=device, domain=domain)
 
+    kind: DeviceKind
+    bytes_per_element: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    domain: int = 1
+    ranks_per_node: int = 8
+    experts: Experts = "gathered"
+    checkpointing: Checkpointing = "none"
 
-def planner_costs(profile: Profile, *, assumed: str = "", domain: int = 1, **mesh: int) -> CostModel:
-    """The cost model of planners.
+    @staticmethod
+    def of_run(
+        config: Config, kind: DeviceKind, bytes_per_element: int, *, num_ranks: int, ranks_per_node: int
+    ) -> MeshCosts:
+        """Those of a run on ``num_ranks`` HDP ranks. Raises ``ConfigError`` as ``sharing_domain``."""
+        parallel = config.parallel
+        return MeshCosts(
+            kind=kind,
+            bytes_per_element=bytes_per_element,
+            tensor_parallel=parallel.tp,
+            pipeline_parallel=parallel.pp,
+            domain=sharing_domain(parallel.shard, parallel.domain, num_ranks, ranks_per_node),
+            ranks_per_node=ranks_per_node,
+            experts=parallel.experts,
+            checkpointing=config.memory.checkpointing,
+        )
 
-    Args:
-        assumed: the kind of device whose rates the profile has; empty: it is measured.
-        domain: as in ``assumed_cost``.
-        mesh: ``ranks_per_node`` and ``pipeline_parallel``, of ``Profile.cost_model``.
-    """
-    cost = profile.cost_model(**mesh)
-    if assumed:
-        cost = replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[assumed])
-    if domain == 1:
-        return cost
-    from bytescale.cost.gradient_sync import round_seconds  # of lockstep domains alone
+    def times(self, spec: ModelSpec, measured: Profile | None = None, rates: Rates | None = None) -> Profile:
+        """The times of a model's layers: the measured ones, else its operations at ``rates`` (None: ``ASSUMED``).
 
-    a_round = round_seconds(profile, domain=domain, ranks_per_node=cost.ranks_per_node)
-    return replace(cost, gather_seconds=sum(a_round))
+        A profile of another tp is scaled by operation counts. Raises ``ConfigError`` if other layers were measured.
+        """
+        if measured is None:
+            found = (rates or ASSUMED[self.kind]).profile(
+                spec, tensor_parallel=self.tensor_parallel, bytes_per_element=self.bytes_per_element
+            )
+        else:
+            require_model(measured, spec)
+            found = measured.scaled_to(spec, tensor_parallel=self.tensor_parallel)
+        found = replace(found, checkpointing=self.checkpointing)
+        if self.experts == "gathered":
+            return found
+        return found.with_parallel_experts(domain=self.domain, ranks_per_node=self.ranks_per_node)
+
+    def planner_costs(self, times: Profile, *, is_measured: bool = False) -> CostModel:
+        """The cost model of planners, from ``times``."""
+        cost = times.cost_model(ranks_per_node=self.ranks_per_node, pipeline_parallel=self.pipeline_parallel)
+        if not (is_measured or cost.micro_batch_seconds):  # rates may count launches
+            cost = replace(cost, micro_batch_seconds=ASSUMED_MICRO_BATCH_SECONDS[self.kind])
+        if self.domain == 1:
+            return cost
+        from bytescale.cost.gradient_sync import round_seconds  # of lockstep domains alone
+
+        a_round = round_seconds(times, domain=self.domain, ranks_per_node=self.ranks_per_node)
+        return replace(cost, gather_seconds=sum(a_round))
+
+    def assumed(self, spec: ModelSpec) -> CostModel:
+        """The cost model of a model without any measurement."""
+        return self.planner_costs(self.times(spec))

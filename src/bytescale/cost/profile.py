@@ -15,6 +15,7 @@ from typing import Any
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import limits
 from bytescale.config.schema import Checkpointing, ModelConfig
+from bytescale.config.sharing import check_stages
 from bytescale.cost.curve import Curve
 from bytescale.cost.links import Links
 from bytescale.cost.model import BACKWARD_ATTENTION_RATIO, CostModel, Pass
@@ -308,12 +309,7 @@ def _scaled(curve: Curve, factor: float) -> Curve:
 @cache
 def stages_of(spec: ModelSpec, num_stages: int) -> list[tuple[LayerSpec, ...]]:
     """The layers of each pipeline stage, as they are cut (``split_costs``). Raises ``ConfigError`` if one has none."""
-    if not 1 <= num_stages <= spec.num_layers:
-        raise ConfigError(
-            f"parallel.pp = {num_stages} exceeds the model's {spec.num_layers} layers",
-            so="a stage would have no layer",
-            fix=f"use at most {spec.num_layers} stages",
-        )
+    check_stages(num_stages, spec.num_layers)
     each = spec.each
     parts = split_costs([layer.active_weights for layer in each], spec.head, num_stages)
     return [counted(each[part.start : part.stop]) for part in parts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,30 +11,6 @@ from bytescale.plan.plan import Plan
 
 _MOST_SHAPES = 8
 """Shapes of groups that ``gist`` names. Smaller ones are summed up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSummary:
-    """The facts about a plan that every rank reports without holding the whole plan."""
-
-    num_tokens: int
-    num_sequences: int
-    sum_of_squares: int
-    """Sum of squared lengths in tokens^2, exact. It determines the FLOPs of attention."""
-    group_sizes: dict[int, int]
-    """Slice groups per degree, largest degree first; degree 1 counts local packs."""
-    gist: str
-    """One line for people."""
-
-    @staticmethod
-    def of(plan: Plan) -> PlanSummary:
-        return PlanSummary(
-            num_tokens=plan.num_tokens,
-            num_sequences=plan.num_sequences,
-            sum_of_squares=int(np.square(plan.lengths.astype(np.int64)).sum()),
-            group_sizes=dict(sorted(Counter(plan.group_sizes.tolist()).items(), reverse=True)),
-            gist=gist(plan),
-        )
 
 
 def gist(plan: Plan) -> str:

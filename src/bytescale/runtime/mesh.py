@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from bytescale.attention import Exchange
+from bytescale.common.environment import ranks_here
 from bytescale.plan import SharedGroup
 from bytescale.runtime.group import RankGroup
 
@@ -212,6 +213,11 @@ class Mesh:
     def smallest_of_stage(self, own: Sequence[float]) -> list[float]:
         """The minimum over the ranks of this pipeline stage of each of these numbers. All of them call it."""
         return self.tp.min_of(self.hdp.min_of(own))
+
+
+def hdp_ranks_per_node(world: RankGroup, tp: int) -> int:
+    """Consecutive HDP ranks that share a node, on the node that has fewest. Every rank of ``world`` calls it."""
+    return max(1, int(world.min_of([ranks_here(world.size)])[0]) // tp)
 
 
 def node_group(

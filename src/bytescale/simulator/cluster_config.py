@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from bytescale.common.errors import ConfigError
 from bytescale.common.limits import check_limits, limits
+from bytescale.config.schema import Config
+from bytescale.config.sharing import ranks_beside
+from bytescale.cost.gradient_sync import BUCKET_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,18 +34,25 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.num_gpus % (self.tp * self.pp):
-            raise ConfigError(
-                f"{self.num_gpus} devices are not a multiple of tp x pp = {self.tp} x {self.pp}",
-                so=f"{self.num_gpus % (self.tp * self.pp)} devices would be in no rank",
-                fix=f"use {self.num_gpus // (self.tp * self.pp) * self.tp * self.pp} devices, or another tp or pp",
-            )
+        ranks_beside(self.num_gpus, self.tp, self.pp)
         if self.tp > self.gpus_per_node:
             raise ConfigError(
                 f"parallel.tp = {self.tp} exceeds gpus_per_node = {self.gpus_per_node}",
                 so="every layer's matrices would be split across nodes",
                 fix="use at most the devices of one node",
             )
+
+    @staticmethod
+    def of_run(config: Config, num_gpus: int, gpus_per_node: int) -> ClusterConfig:
+        """So many devices, laid out and reduced over as a run has them. Raises ``ConfigError`` as the class."""
+        return ClusterConfig(
+            num_gpus=num_gpus,
+            gpus_per_node=gpus_per_node,
+            tp=config.parallel.tp,
+            pp=config.parallel.pp,
+            gradient_bucket_mib=BUCKET_BYTES / 2**20,
+            optimizer_on_host=config.optimizer.offload,
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from bytescale.checkpoint.checkpointer import Checkpointer
 from bytescale.checkpoint.manifest import RunState
-from bytescale.common.errors import ConfigError, RankFailure, RanksLost
+from bytescale.common.errors import RankFailure, RanksLost
 from bytescale.config.schema import Config
-from bytescale.config.validate import validate
+from bytescale.config.validate import validate_for_ranks_left
 from bytescale.runtime.members import Members
 from bytescale.runtime.optimizer.copies import restore_from_copies
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
@@ -83,14 +83,7 @@ class ChangingRanks:
             self._members = Members.joining(store, _JOIN_SECONDS) if joins else Members.at_first(store, rank, size)
         members, self._members.timeout = self._members, timeout
         if self.has_changed:
-            try:
-                validate(self._config, num_ranks=members.size)
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{members.size} ranks are left: {error}",
-                    so="checkpoints written before are whole",
-                    fix=f"continue on more ranks with `bytescale train --resume {self._config.trainer.run_dir}`",
-                ) from error
+            validate_for_ranks_left(self._config, members.size)
         return members.groups_store(), members.rank, members.size
 
     def num_waiting(self) -> int:

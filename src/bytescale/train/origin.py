@@ -70,11 +70,10 @@ def _refuse_foreign(data: DataConfig, folder: Path) -> None:
                 break
     if what:
         raise ConfigError(
-            f"data.tokenizer is {data.tokenizer!r}, {what}, but training begins with the weights of {folder}, which "
-            "has a tokenizer of its own",
+            f"data.tokenizer is {data.tokenizer!r}, {what}, but the weights of {folder} have a tokenizer of their own",
             so="ids would stand for other tokens than those that the weights have learned",
-            fix='set data.tokenizer = "auto" (--data.tokenizer auto), the model\'s own. To train it on a new tokenizer '
-            "on purpose, put that one's tokenizer.json into a copy of the model's folder",
+            fix="use the model's own: --data.tokenizer auto (`bytescale score`: leave --tokenizer out). To train on a "
+            "new one on purpose, put that one's tokenizer.json into a copy of the model's folder",
         )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from bytescale.config.schema import DataConfig
@@ -14,10 +14,9 @@ from bytescale.data.loading.assemble import MicroBatchData, Segments
 from bytescale.data.loading.corpus import Corpus
 from bytescale.data.order.batches import BatchSampler, GlobalBatch, SamplerState
 from bytescale.data.order.index import CorpusMetadata
-from bytescale.data.tokens.pictures import Picture
 from bytescale.plan.plan import PREFETCH_STEPS, Plan, Planner, StepPlanner
 from bytescale.plan.rank_plan import RankPlan
-from bytescale.plan.summary import PlanSummary
+from bytescale.plan.trees import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,6 @@ class StepData:
     """Labels in the GLOBAL batch that are trained on."""
     loss_divisor: float
     """What the sum of weighted losses of the GLOBAL batch is divided by (``data.loss_per``)."""
-    summary: PlanSummary
     plan: Plan
     rank_plan: RankPlan
     micro_batches: tuple[MicroBatchData, ...]
@@ -52,10 +50,10 @@ class StepData:
     sampler_state_after: SamplerState
     """Where the next step starts."""
     times: LoaderTimes
-    pictures: Mapping[int, Sequence[Picture]] = field(default_factory=dict)
-    """By the number of their sequence in the GLOBAL batch."""
+    forest: Forest | None = None
+    """The documents whose rows the sequences of ``plan`` are, where they share prefixes."""
     items: Any = None
-    """What a loader of pictures has made of them (``hf.loop.pictures``)."""
+    """What a loader of pictures has made of the batch's (``hf.loop.pictures``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,6 @@ class Loader:
             step=batch.step,
             num_targets=batch.total_targets,
             loss_divisor=batch.scaling(self._config.loss_per).divisor,
-            summary=PlanSummary.of(plan),
             plan=plan,
             rank_plan=RankPlan.of(plan, self._rank),
             micro_batches=(),
@@ -182,5 +179,4 @@ class Loader:
         segments = Segments.of(batch, data.rank_plan, self._config.loss_per)
         micro_batches = corpus.micro_batches(data.rank_plan, segments)
         read = int(segments.ranges.sum()) * corpus.index.token_bytes
-        times, pictures = replace(data.times, bytes_read=read), corpus.pictures_of(batch.samples)
-        return replace(data, micro_batches=micro_batches, times=times, pictures=pictures)
+        return replace(data, micro_batches=micro_batches, times=replace(data.times, bytes_read=read))

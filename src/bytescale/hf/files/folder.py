@@ -25,7 +25,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from bytescale.common.errors import CheckpointError, ConfigError
-from bytescale.config.hugging_face import refuse_quantised
 from bytescale.hf.files.hf_folder import finite, some, stored_tensors
 from bytescale.hf.model.long_rope import longest_document_of
 
@@ -111,7 +110,6 @@ def read_model(folder: Path, content: dict[str, Any], dtype: torch.dtype) -> Any
         CheckpointError: if weights are missing, quantised or not finite, have other shapes or no place; the message
             names them.
     """
-    refuse_quantised(content, str(folder / "config.json"))
     check_sizes(folder, content)
     with causal_model_or_error(content), quiet():
         loaded: Any = auto_class(content).from_pretrained(

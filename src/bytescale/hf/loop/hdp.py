@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from bytescale.common.errors import ConfigError, PlanError
 from bytescale.config.schema import Checkpointing, DataConfig, Experts, PlannerName, Shard
 from bytescale.config.sharing import check_invariant
-from bytescale.cost.assumed import assumed_cost
-from bytescale.cost.memory.device_kernels import DeviceKind
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.model import CostModel
 from bytescale.hf.batch.documents import ITEM_FIELDS, Batch, RankBatch
 from bytescale.hf.batch.planning import make_planner
@@ -32,6 +31,8 @@ from bytescale.hf.loop.session import mesh_of
 from bytescale.hf.loop.updates import Updates
 from bytescale.hf.model.decoder import HFDecoder, require_beside_first
 from bytescale.plan import Plan
+from bytescale.runtime.mesh import hdp_ranks_per_node
+from bytescale.runtime.usable import kind_of
 
 if TYPE_CHECKING:
     from bytescale.common.cut import Cut
@@ -148,15 +149,14 @@ class HDP(Updates):
         """``checkpointing``: None where plans are for forward alone."""
         if self.experts == "parallel":
             self.engine.decoder.require_experts(self.mesh.domain.size)
-        self.room = Room.of(self.engine, capacity_tokens, device_gib, self.mesh.domain.size, self.experts)
-        element = (parameter := next(self.model.parameters())).element_size()
-        if cost is None:
-            device: DeviceKind = "cuda" if parameter.device.type == "cuda" else "cpu"
-            spec, domain, experts = self.engine.decoder.spec, self.domain, self.experts
-            cost = assumed_cost(
-                spec, device=device, bytes_per_element=element, domain=domain, experts=experts,
-                checkpointing=checkpointing or "none",
-            )  # fmt: skip
+        element, shape = next(self.model.parameters()).element_size(), self.mesh.shape
+        of_mesh = MeshCosts(
+            kind=kind_of(self.group.device), bytes_per_element=element, tensor_parallel=shape.tp,
+            pipeline_parallel=shape.pp, domain=self.domain, ranks_per_node=hdp_ranks_per_node(self.group, shape.tp),
+            experts=self.experts, checkpointing=checkpointing or "none",
+        )  # fmt: skip
+        self.room = Room.of(self.engine, capacity_tokens, device_gib, of_mesh)
+        cost = of_mesh.assumed(self.engine.decoder.spec) if cost is None else cost
         self.cost = cost if checkpointing else cost.forward_only(element)
         self.planner = make_planner(
             num_ranks=self.mesh.hdp.size,
@@ -166,7 +166,7 @@ class HDP(Updates):
             domain=self.domain,
             offload=self.room.offload,
             limits=self.room.limits,
-            num_stages=self.mesh.shape.pp,
+            num_stages=shape.pp,
         )
         decoder = self.engine.decoder
         sharing = self.domain, self.mesh.domain.size, self.experts, decoder.learned, decoder.is_invariant

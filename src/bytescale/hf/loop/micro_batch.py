@@ -18,7 +18,6 @@ from bytescale.common.labels import IGNORE_INDEX
 from bytescale.common.units import GIBI
 from bytescale.config.schema import Checkpointing
 from bytescale.config.sharing import require_beside
-from bytescale.cost.memory.device_kernels import DeviceKind
 from bytescale.hf.model.decoder import HFDecoder
 from bytescale.hf.model.head import RowScores, hidden_states, row_scores
 from bytescale.hf.model.interface import KEYWORD, OnlyAttached
@@ -27,6 +26,7 @@ from bytescale.hf.model.probe import check_widths, heads_of
 from bytescale.plan import MicroBatch
 from bytescale.runtime.loss import loss_sum
 from bytescale.runtime.saved.activations import Activations
+from bytescale.runtime.usable import kind_of
 
 if TYPE_CHECKING:
     from bytescale.cost.memory.measured import MeasuredMemory
@@ -377,8 +377,8 @@ class Engine:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         rows = rows.of_all(self.mesh.smallest_of_stage)
-        kind: DeviceKind = "cuda" if self.group.device.type == "cuda" else "cpu"
-        own = measured_memory(self.decoder, rows, kind=kind, num_ranks=self.mesh.hdp.size)
+        kind, num_ranks = kind_of(self.group.device), self.mesh.hdp.size
+        own = measured_memory(self.decoder, rows, kind=kind, num_ranks=num_ranks)
         return of_all_stages(own, self.mesh)
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bytescale.common.errors import ConfigError
-from bytescale.config.schema import AUTO_CAPACITY, Experts
-from bytescale.cost.assumed import ASSUMED
+from bytescale.config.schema import AUTO_CAPACITY
+from bytescale.cost.assumed import MeshCosts
 from bytescale.hf.loop.micro_batch import Engine
 from bytescale.plan.limits import MemoryLimits
 
@@ -38,8 +38,8 @@ class Room:
     offload: OffloadRule | None = None
 
     @staticmethod
-    def of(engine: Engine, capacity_tokens: Capacity, device_gib: float | None, domain: int, experts: Experts) -> Room:
-        """Measure what has to be known. Every rank calls it.
+    def of(engine: Engine, capacity_tokens: Capacity, device_gib: float | None, costs: MeshCosts) -> Room:
+        """Measure what has to be known, as ``train.parts.budget`` does. Every rank calls it.
 
         Raises ``ConfigError`` for a capacity that does not fit ``device_gib``, and where offloading frees nothing.
         """
@@ -51,17 +51,16 @@ class Room:
         from bytescale.runtime.usable import usable_device_bytes  # where memory is limited
 
         memory, group = engine.measured_memory(), engine.group
-        memory = memory.with_states(domain=domain, experts_in_parallel=experts == "parallel")
-        limits, offload, host_bytes = None, None, 0.0
-        if engine.pool is not None:
-            times = ASSUMED[memory.kind].profile(engine.decoder.spec, bytes_per_element=memory.states.element_bytes)
-            (host_bytes,) = group.min_of([float(engine.host_bytes)])
-            offload = memory.offload_rule(times, host_bytes)
+        memory = memory.with_states(domain=costs.domain, experts_in_parallel=costs.experts == "parallel")
+        limits, offload = None, None
+        (host_bytes,) = group.min_of([float(engine.host_bytes)])
         if auto or device_gib is not None:
             (room,) = group.min_of([usable_device_bytes(group.device, group.size, device_gib)])
             memory = memory.fullest_stage(room)
             wanted = fitting_capacity(memory, wanted, room)
             limits = memory.limits(device_bytes=room, host_bytes=host_bytes)
+        if engine.pool is not None:
+            offload = memory.offload_rule(costs.times(engine.decoder.spec), host_bytes)
         return Room(capacity_tokens=wanted, memory=memory, limits=limits, offload=offload)
 
 

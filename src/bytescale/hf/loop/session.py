@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bytescale.common.environment import ranks_here
 from bytescale.common.errors import ConfigError
 from bytescale.config.schema import Experts, Shard
-from bytescale.config.sharing import check_experts, require_beside, sharing_domain
+from bytescale.config.sharing import check_experts, ranks_beside, require_beside, sharing_domain
 from bytescale.cost.cluster import Cluster
 from bytescale.cost.model import CostModel
 from bytescale.hf.loop.alike import WEIGHTS_EVERY, digest_of, require_alike, weight_sums
@@ -25,7 +23,7 @@ from bytescale.hf.loop.room import Room
 from bytescale.hf.model.probe import ModelStructure
 from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.group import RankGroup, answered
-from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.mesh import Mesh, hdp_ranks_per_node
 from bytescale.runtime.parking import Parking
 
 if TYPE_CHECKING:
@@ -220,7 +218,7 @@ def mesh_of(
     experts: Experts, equal_counts: bool,
 ) -> Mesh:  # fmt: skip
     """The mesh of an ``HDP``, whose arguments these are; ``degrees``: tp and pp. Raises ``ConfigError``."""
-    (tp, pp), parts = degrees, math.prod(degrees)
+    tp, pp = degrees
     check_experts(experts, shard)
     if equal_counts and shard == "parameters":
         raise ConfigError(
@@ -232,12 +230,9 @@ def mesh_of(
         group = dist.group.WORLD
     world = RankGroup(None if group is None or group.size() == 1 else group, device=next(model.parameters()).device)
     world.agree("tp, pp, shard, domain or experts of HDP", digest_of(degrees, shard, domain or 0, experts))
-    if min(degrees) < 1 or world.size % parts:
-        raise ConfigError(
-            f"tp is {tp}, pp is {pp}, and there are {world.size} ranks", fix="let tp * pp divide their number"
-        )
+    num_hdp = ranks_beside(world.size, tp, pp)
     for what in (f"equal_counts = {equal_counts}", f'experts = "{experts}"', f'shard = "{shard}"'):
         require_beside(what, tp, pp)
-    per_node = max(1, ranks_here(world.size) // tp)
+    per_node = hdp_ranks_per_node(world, tp)
     with answered("ranks that were to meet did not all come"):
-        return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, world.size // parts, per_node), tp, pp)
+        return Mesh.of_hdp(world, sharing_domain(shard, domain or 0, num_hdp, per_node), tp, pp)

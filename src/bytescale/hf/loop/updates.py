@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank
+from bytescale.common.environment import host_bytes_of_a_rank
 from bytescale.common.errors import ConfigError, NonFiniteError
 from bytescale.hf.loop.session import Session
 
@@ -77,7 +77,7 @@ class Updates(Session):
                 "this HDP has an optimizer", so="two of them would update the same weights", fix="make one"
             )
         if offload:
-            self._require_host_room()
+            self._require_host_room(on_host=True)
         if former := ShardedOptimizer.of(self.model):
             former.leave(self.model)
         decoder = self.engine.decoder
@@ -105,17 +105,18 @@ class Updates(Session):
         decoder.attachment.ran_plain_backward = False
         return self._optimizer.torch_optimizer
 
-    def _require_host_room(self) -> None:
-        from bytescale.cost.memory.device_memory import States, host_bytes_left  # with offload alone
+    def _require_host_room(self, *, on_host: bool, is_copied: bool = False) -> None:
+        from bytescale.cost.memory.device_memory import States, host_bytes_left  # with these alone
 
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         states = States(
             num_parameters=sum(parameter.numel() for parameter in trained),
             element_bytes=max((parameter.element_size() for parameter in trained), default=4),
             num_ranks=self.mesh.hdp.size,
-            on_host=True,
+            on_host=on_host,
+            is_copied=is_copied,
         )
-        room = bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER, self.group.size) - self.engine.host_bytes
+        room = host_bytes_of_a_rank(self.group.size, with_optimizer=on_host) - self.engine.host_bytes
         host_bytes_left(states, self.group.min_of([room])[0])  # of the rank with the least, so that all ranks agree
 
     def step(
@@ -188,11 +189,15 @@ class Updates(Session):
             model: makes the whole model anew, on its device, as ``HDP(...)`` was given it; what is trained may have any
                 values. ``recover`` calls it where ranks have parts (``tp``, ``pp``, ``shard="parameters"``).
 
-        Raises ``ConfigError`` where ranks have such parts and ``model`` is None, or are not all of WORLD's.
+        Raises ``ConfigError`` where ranks have such parts and ``model`` is None, or are not all of WORLD's, and where
+        host memory has no room.
         """
         from bytescale.hf.loop.recovery import recovery_of  # few loops go on where a rank has died
 
-        self.recovery = self.recovery or recovery_of(self, store)
+        self.sharded()
+        if self.recovery is None:  # all ranks are at their beginning
+            self._require_host_room(on_host=self._optimizer_of["offload"], is_copied=True)
+            self.recovery = recovery_of(self, store)
         self.recovery.begin(self, model)
 
     def recover(self) -> list[int]:

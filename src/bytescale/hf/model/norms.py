@@ -10,6 +10,7 @@ Shape letters: C channels that are normalised.
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,9 @@ def replace_norms(model: nn.Module) -> int:
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         weight = getattr(module, "weight", None)
-        if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or not isinstance(weight, Tensor):
+        if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or not isinstance(weight, nn.Parameter):
+            continue
+        if len(inspect.signature(module.forward).parameters) > 1:  # a gate beside the rows
             continue
         kind = (type(module), eps)
         if weight.dim() != 1 or weight.dtype == torch.float64 or "forward" in vars(module):

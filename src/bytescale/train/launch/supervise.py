@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from bytescale.common.errors import ConfigError, RankFailure, RanksRefused
+from bytescale.common.errors import RankFailure, RanksRefused
 from bytescale.config.schema import Config
-from bytescale.config.validate import validate
+from bytescale.config.validate import validate_for_ranks_left
 
 
 def supervise(
@@ -52,15 +52,6 @@ def next_attempt(config: Config, num_ranks: int) -> Config:
     Raises ``ConfigError`` where these cannot hold the context.
     """
     num_ranks -= num_ranks % (config.parallel.tp * config.parallel.pp) if num_ranks < config.parallel.ranks else 0
-    resumed = replace(
-        config, trainer=replace(config.trainer, resume=True), parallel=replace(config.parallel, ranks=num_ranks)
-    )
-    try:
-        validate(resumed)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{num_ranks} of {config.parallel.ranks} ranks are left: {error}",
-            so="checkpoints written before are whole",
-            fix=f"or bring the others back and continue with `bytescale train --resume {config.trainer.run_dir}`",
-        ) from error
-    return resumed
+    resumed = replace(config, trainer=replace(config.trainer, resume=True))
+    validate_for_ranks_left(resumed, num_ranks)
+    return replace(resumed, parallel=replace(config.parallel, ranks=num_ranks))

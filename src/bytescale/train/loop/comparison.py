@@ -74,12 +74,12 @@ def compare_planners(job: Job, checkpoints: Checkpointer, log: Callable[[str], N
                 item.steps[batch].append(train_step(paused, data.step + 1, data, checkpoints, StepRecorder()))
                 if job.stop.agreed:
                     return
-    last, summaries = measured[-1], [data.summary for data in measured[0].batches]
-    sequences, tokens = sum(one.num_sequences for one in summaries), sum(one.num_tokens for one in summaries)
+    last, plans = measured[-1], [data.plan for data in measured[0].batches]
+    sequences, tokens = sum(plan.num_sequences for plan in plans), sum(plan.num_tokens for plan in plans)
     faster = [f"{item.seconds / last.seconds:.2f} times as fast as {item.planner}" for item in measured[:-1]]
     apart = max(abs(loss - other) for item in measured for loss, other in zip(item.losses, last.losses, strict=True))
     log(
-        f"compare {len(summaries)} new batches ({sequences} sequences, {format_count(tokens)} tokens), measured on "
+        f"compare {len(plans)} new batches ({sequences} sequences, {format_count(tokens)} tokens), measured on "
         f"{job.ranks.world.size} ranks, {NUM_ROUNDS} times in turn, medians:"
     )
     log("          planner   seconds   tok/s  waiting       sent  loss of each batch")

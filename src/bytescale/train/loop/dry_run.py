@@ -12,8 +12,9 @@ from bytescale.data.loading.corpus import check_vocabulary, prepare_corpus
 from bytescale.data.order.batches import BatchSampler
 from bytescale.data.tokens.progress import progress_bar
 from bytescale.plan.summary import gist
+from bytescale.runtime.usable import kind_of
 from bytescale.train.loop.evaluation import corpus_of
-from bytescale.train.parts.budget import kind_of, rank_device
+from bytescale.train.parts.budget import rank_device
 from bytescale.train.parts.describe import describe_model
 from bytescale.train.parts.devices import Devices
 from bytescale.train.parts.job import plan_of_run
@@ -42,7 +43,9 @@ def dry_run(config: Config, print_line: Callable[[str], None] = print) -> None:
         kernel, kind = kernels.kernel, kind_of(device)
         spec, counted = describe_model(config, architecture, kernel, device, dtype, num_ranks=hdp, kind=kind)
     devices = Devices.alike(rank_device(config, device, dtype, ranks), hdp)
-    planning = plan_of_run(config, spec, counted, devices, device=device, dtype=dtype, ranks_per_node=ranks)
+    planning = plan_of_run(
+        config, spec, counted, devices, device=device, dtype=dtype, ranks_per_node=ranks // config.parallel.tp
+    )
     warn_of_bad_fits(planning.measured)
     plan = planning.planner(batch.lengths)
     print_line(f"model   {spec.describe()} on {ranks} x {device.type}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import fields, replace
 
@@ -153,7 +154,8 @@ def step_metrics(
     rate: float,
     seconds: float,
 ) -> StepMetrics:
-    summary, model_flops, peak = data.summary, job.training_flops(data), job.peak_flops_per_second
+    plan, model_flops, peak = data.plan, job.training_flops(data), job.peak_flops_per_second
+    degrees = sorted(Counter(plan.group_sizes.tolist()).items(), reverse=True)
     return StepMetrics(
         **{spec.name: getattr(all_ranks, spec.name) for spec in fields(SharedFigures)},
         step=step,
@@ -161,15 +163,15 @@ def step_metrics(
         batch_loss=sums.batch_loss,
         grad_norm=sums.grad_norm,
         learning_rate=rate,
-        num_tokens=summary.num_tokens,
-        num_sequences=summary.num_sequences,
+        num_tokens=plan.num_tokens,
+        num_sequences=plan.num_sequences,
         step_seconds=seconds,
-        tokens_per_second=summary.num_tokens / seconds,
+        tokens_per_second=plan.num_tokens / seconds,
         model_flops_per_second=model_flops / seconds,
         mfu=None if peak is None else model_flops / seconds / (job.ranks.world.size * peak),
         imbalance=all_ranks.most_busy_seconds / all_ranks.busy_seconds,
         waiting_share=max(0.0, 1.0 - all_ranks.busy_seconds / seconds),
-        group_sizes={str(degree): count for degree, count in summary.group_sizes.items()},
+        group_sizes={str(degree): count for degree, count in degrees},
     )
 
 

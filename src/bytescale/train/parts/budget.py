@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bytescale.common.environment import HOST_SHARE_WITH_OPTIMIZER, bytes_of_a_rank, machine_bytes
+from bytescale.common.environment import host_bytes_of_a_rank, machine_bytes
 from bytescale.common.errors import ConfigError
 from bytescale.common.units import GIBI, format_bytes, format_count
 from bytescale.config.schema import Config
@@ -18,11 +18,10 @@ from bytescale.cost.memory.device_memory import host_bytes_left
 from bytescale.cost.memory.measured import MeasuredMemory, fitting_capacity
 from bytescale.cost.profile import Profile
 from bytescale.plan.limits import MemoryLimits
-from bytescale.runtime.usable import usable_device_bytes
+from bytescale.runtime.usable import kind_of, usable_device_bytes
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.profiling.peak import device_name, known_peak
 
-HOST_SHARE = 0.5  # of the machine's memory, for offloaded activations
 _PROCESS_BYTES = 340e6
 """What a rank has in memory before its first tensor: Python, PyTorch and their libraries (measured, torch 2.13)."""
 
@@ -110,13 +109,10 @@ def with_offload(
 
     Raises ``ConfigError`` where they shall, and none can be.
     """
-    if not (may_offload(config, kind) and cluster.is_uniform and model.movable_bytes_per_token):
+    is_useful = config.memory.offload == "on" or model.movable_bytes_per_token > 0
+    if not (may_offload(config, kind) and cluster.is_uniform and is_useful):
         return cluster
     return replace(cluster, offload=model.offload_rule(times, host_bytes))
-
-
-def kind_of(device: torch.device) -> DeviceKind:
-    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def rank_device(config: Config, device: torch.device, dtype: torch.dtype, num_ranks: int) -> RankDevice:
@@ -133,7 +129,7 @@ def usable_host_bytes(config: Config, num_ranks: int) -> float:
     """What one rank may use of host memory for activations and the optimizer."""
     if config.memory.host_gib is not None:
         return config.memory.host_gib * GIBI
-    return bytes_of_a_rank(HOST_SHARE_WITH_OPTIMIZER if config.optimizer.offload else HOST_SHARE, num_ranks)
+    return host_bytes_of_a_rank(num_ranks, with_optimizer=config.optimizer.offload)
 
 
 def check_room(num_ranks: int) -> None:

@@ -54,7 +54,7 @@ def describe_model(
         parallel, memories = config.parallel, []
         for stage in range(parallel.pp):
             model = build_rank_model(
-                config, architecture, kernel, device=device, dtype=dtype, num_shards=1, stage=(stage, parallel.pp),
+                config, architecture, kernel, device=device, dtype=dtype, kind=kind, stage=(stage, parallel.pp),
                 planned_parts=parallel.tp,
             )  # fmt: skip
             memories.append(asdict(model.memory(kind, num_ranks)))
@@ -85,16 +85,19 @@ def check_positions(config: Config, shape: ModelDescription) -> None:
 
 
 def check_host_room(config: Config) -> None:
-    """Raise ``ConfigError`` if the optimizer has no room in this machine's memory, before ranks are started.
+    """Raise ``ConfigError`` if the optimizer, or copies of its states, have no room in this machine's memory.
 
     The vocabulary is the one that the model's section or its folder says. The ranks check it again with the corpus's.
     """
     shape, parallel = resolve_model(config.model), config.parallel
-    if not config.optimizer.offload or shape.trained:
+    on_host, is_copied, num_ranks = config.optimizer.offload, parallel.elastic, hdp_ranks(parallel)
+    if not (on_host or is_copied) or shape.trained:
         return
     number = sum(value.numel() for value in parameters_of(shape.content).values()) // (parallel.tp * parallel.pp)
     element = 8 if config.trainer.dtype == "fp64" else 4
-    states = States(num_parameters=number, element_bytes=element, num_ranks=hdp_ranks(parallel), on_host=True)
+    states = States(
+        num_parameters=number, element_bytes=element, num_ranks=num_ranks, on_host=on_host, is_copied=is_copied
+    )
     host_bytes_left(states, usable_host_bytes(config, parallel.ranks))
 
 

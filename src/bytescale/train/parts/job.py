@@ -14,10 +14,8 @@ from bytescale.checkpoint.manifest import RunState
 from bytescale.config.description import ModelDescription
 from bytescale.config.resolve import resolve_model
 from bytescale.config.schema import Config
-from bytescale.config.sharing import sharing_domain
-from bytescale.cost.assumed import ASSUMED, planner_costs, times_of
+from bytescale.cost.assumed import MeshCosts
 from bytescale.cost.calibration import Calibrator
-from bytescale.cost.gradient_sync import BUCKET_BYTES
 from bytescale.cost.memory.measured import MeasuredMemory
 from bytescale.cost.profile import Profile
 from bytescale.cost.profile_file import load_profile, require_device, warn_of_bad_fits
@@ -31,9 +29,10 @@ from bytescale.planner.verified import VerifiedPlanner
 from bytescale.runtime.executor import Beside, Executor
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.plain_data import all_gather_json
+from bytescale.runtime.usable import kind_of
 from bytescale.simulator import ClusterConfig, StepTimes
 from bytescale.train.changing import ChangingRanks
-from bytescale.train.parts.budget import MemoryBudget, kind_of, memory_budget, rank_device
+from bytescale.train.parts.budget import MemoryBudget, memory_budget, rank_device
 from bytescale.train.parts.calibration import RunCalibration
 from bytescale.train.parts.devices import Devices, RankDevice
 from bytescale.train.parts.rank_model import build_rank_model
@@ -69,10 +68,9 @@ class Job:
 
     def training_flops(self, data: StepData) -> int:
         """Operations of the model's forward and backward over a step's documents, for MFU."""
-        squares = float(data.summary.sum_of_squares)
-        if self.spec.windows:
-            squares = self.spec.squares_of(data.plan.lengths)
-        return self.spec.training_flops(num_tokens=data.summary.num_tokens, sum_of_squares=squares)
+        trees, squares = data.forest, self.spec.squares_of
+        of_rows = squares(data.plan.lengths) if trees is None else squares(trees.lengths) - squares(trees.shared)
+        return self.spec.training_flops(num_tokens=data.plan.num_tokens, sum_of_squares=of_rows)
 
     def encode(self, pictures: PicturesOfRank | None) -> tuple[Beside, Callable[[], None]]:
         """Encode the pictures of a batch before its text; every rank calls it. Raises as ``EncodedItems``.
@@ -190,37 +188,20 @@ def plan_of_run(
     ``ranks_per_node``: consecutive HDP ranks with the links of one node between them. Raises ``ConfigError`` if the
     profile that the config names is of another model, or of a device that no rank has.
     """
-    kind, element, mesh, hdp = kind_of(device), dtype.itemsize, config.parallel, len(devices.of_ranks)
-    measured = None
+    mesh, hdp, measured = config.parallel, len(devices.of_ranks), None
     if config.cost.profile is not None:
         measured = load_profile(config.cost.profile)
         require_device(measured, {device.name for device in devices.of_ranks})
-    profile = times_of(config, spec, measured, ASSUMED[kind], bytes_per_element=element)
-    domain = sharing_domain(mesh.shard, mesh.domain, hdp, ranks_per_node)
-    if mesh.experts == "parallel":
-        profile = profile.with_parallel_experts(domain=domain, ranks_per_node=ranks_per_node)
-    cost = planner_costs(
-        profile,
-        assumed=kind if measured is None else "",
-        domain=domain,
-        ranks_per_node=ranks_per_node,
-        pipeline_parallel=mesh.pp,
-    )
-    cluster = ClusterConfig(
-        num_gpus=hdp * mesh.tp * mesh.pp,
-        gpus_per_node=ranks_per_node * mesh.tp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        gradient_bucket_mib=BUCKET_BYTES / 2**20,
-        optimizer_on_host=config.optimizer.offload,
-    )
+    costs = MeshCosts.of_run(config, kind_of(device), dtype.itemsize, num_ranks=hdp, ranks_per_node=ranks_per_node)
+    profile, domain = costs.times(spec, measured), costs.domain
+    cluster = ClusterConfig.of_run(config, hdp * mesh.tp * mesh.pp, ranks_per_node * mesh.tp)
     budget = memory_budget(config, memory, device=device, devices=devices, profile=profile, domain=domain)
     kept = budget.model.with_activations(profile, config.memory.checkpointing)
     times = StepTimes(profile=kept, devices=cluster)
     planner = VerifiedPlanner(
         config.planner,
         budget.cluster,
-        cost,
+        costs.planner_costs(profile, is_measured=measured is not None),
         budget.limits,
         num_stages=mesh.pp,
         domain=domain,

@@ -34,6 +34,7 @@ from bytescale.hf.model.measure import measure_rows
 from bytescale.hf.model.parallelize import RankPart, parallelize
 from bytescale.runtime.loss import PlainHead
 from bytescale.runtime.mesh import Mesh
+from bytescale.runtime.usable import kind_of
 from bytescale.train.parts.activations import activations_of
 
 FEW_PARAMETERS = 10**8
@@ -95,8 +96,8 @@ def part_of_large(
         if architecture.balance:
             decoder.balance = BalanceLoss(decoder, architecture.balance)
         part = parallelize(decoder, mesh)
-        meta, tp = torch.device("meta"), mesh.tp
-        activations = activations_of(config, decoder, meta, num_ranks=mesh.hdp.size, tp=tp)
+        meta = torch.device("meta")
+        activations = activations_of(config, decoder, meta, kind_of(device), mesh)
         rows = measure_rows(decoder, select_kernel("auto", torch.device("cpu"), dtype), activations, meta)
         activations.remove()
 

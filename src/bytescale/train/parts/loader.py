@@ -118,11 +118,10 @@ def _of_trees(data: StepData, documents: Documents, forest: Forest, batch: Globa
     """A rank's step under a plan of the sequences of ``forest``."""
     part = part_of_trees(data.rank_plan, documents, forest, (), torch.float64)
     own_rows = zip(forest.documents.tolist(), forest.shared.tolist(), strict=True)
-    squares = int((forest.lengths**2 - forest.shared**2).sum())
     return replace(
         data,
         num_targets=sum(int((documents.fields[LABELS][at][first:] != IGNORE_INDEX).sum()) for at, first in own_rows),
         rank_plan=part.rank_plan,
         micro_batches=micro_batches_of_trees(part, batch),
-        summary=replace(data.summary, sum_of_squares=squares),
+        forest=forest,
     )

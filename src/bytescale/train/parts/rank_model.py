@@ -34,6 +34,7 @@ from bytescale.runtime.optimizer.lockstep import Units, shard_parts
 from bytescale.runtime.optimizer.sharded_optimizer import ShardedOptimizer
 from bytescale.runtime.saved.activations import Activations
 from bytescale.runtime.tied import TiedHead
+from bytescale.runtime.usable import kind_of
 from bytescale.train.parts.activations import activations_of
 from bytescale.train.parts.large_model import Initial, part_of_large, shapes_of, values_in
 from bytescale.train.ranks import Ranks
@@ -106,6 +107,7 @@ def build_rank_model(
     dtype: torch.dtype,
     smallest: Callable[[Sequence[float]], Sequence[float]] = list,
     mesh: Mesh | None = None,
+    kind: DeviceKind | None = None,
     num_shards: int = 1,
     stage: tuple[int, int] | None = None,
     planned_parts: int = 1,
@@ -113,8 +115,9 @@ def build_rank_model(
     """Load or make the model, attach it, move its parameters into flat memory and measure its layers.
 
     ``smallest``: the minimum over ranks of each of these numbers. All ranks go by the rank whose kernels keep most.
-    ``mesh``: of the ranks; None: one rank builds it to look at it: as one of ``num_shards`` HDP ranks, at a ``stage``
-    of a pipeline of so many, and at one of the ``planned_parts`` of tensor parallelism.
+    ``mesh``: of the ranks; None: one rank builds it to look at it: for devices of a ``kind`` (None: that of
+    ``device``), as one of ``num_shards`` HDP ranks, at a ``stage`` of a pipeline of so many, and at one of the
+    ``planned_parts`` of tensor parallelism.
 
     Raises ``ConfigError`` if the model cannot be attached, or has no weights that can be read; ``CheckpointError`` if
     weights are missing, have other shapes or no place.
@@ -137,7 +140,7 @@ def build_rank_model(
     # Flat buffers, in the order in which the model names its parameters.
     like = torch.empty(0, dtype=dtype, device=device)
     flat, units = _flat_buffers(config, part, own, mesh, num_shards, like)
-    activations = activations_of(config, part, device, num_ranks=num_shards, tp=None if mesh is None else mesh.tp)
+    activations = activations_of(config, part, device, kind or kind_of(device), mesh)
     if rows is None:
         rows = measure_rows(part, kernel, activations, device)
         for parameters in flat:

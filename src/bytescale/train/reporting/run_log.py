@@ -14,6 +14,7 @@ from bytescale.config.schema import Config
 from bytescale.data.loading.loader import StepData
 from bytescale.data.order.index import CorpusMetadata
 from bytescale.plan.io import save_plan
+from bytescale.plan.summary import gist
 from bytescale.storage.place import Place
 from bytescale.train.parts.job import Job
 from bytescale.train.reporting.metrics import EvaluationMetrics, StepMetrics, memory_bytes
@@ -96,7 +97,7 @@ class RunLog:
             self._files.callback(tracker.close)
         if not job.changing.has_changed:  # its folder and its screen know the rest
             self._describe(job)
-        self.write(f"plan    {data.summary.gist}")
+        self.write(f"plan    {gist(data.plan)}")
         self._screen.progress(data.step, self.config.trainer.steps)
 
     def _describe(self, job: Job) -> None:
