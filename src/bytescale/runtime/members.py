@@ -32,10 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_groups
 
-from bytescale.common.environment import ranks_here
 from bytescale.common.errors import RankFailure, RanksLost
 from bytescale.runtime.group import answered
-from bytescale.runtime.mesh import Mesh, MeshShape
+from bytescale.runtime.mesh import Mesh, MeshShape, hdp_ranks_per_node
 from bytescale.runtime.optimizer.copies import StateCopies
 from bytescale.runtime.plain_data import all_gather_json
 from bytescale.runtime.sockets import listening_ports, shut_connections
@@ -164,7 +163,7 @@ class Members:
         self.group = group = make(list(range(self.size)))
         if self.shape.size > 1:
             group = make([shape.rank(mesh.stage, hdp, tp) for hdp in range(shape.hdp)])
-        per_node = max(1, int(mesh.world.min_of([ranks_here(self.size)])[0]) // shape.tp)
+        per_node = hdp_ranks_per_node(mesh.world, shape.tp)
         position, unit = mesh.stage * shape.tp + tp, mesh.domain.size
         self._copies_of = partial(
             StateCopies, group=group, generation=self.generation, per_node=per_node, unit=unit, position=position
