@@ -359,6 +359,8 @@ def main() -> None:
     else:
         window_against_full(group, given.tokens, given.windows)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # 4 of 21 runs were aborted where the interpreter ended (docs/decisions/tests.md)
 
 
 if __name__ == "__main__":
