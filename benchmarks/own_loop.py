@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import statistics
 import time
 from collections.abc import Callable
