@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
