@@ -11,7 +11,7 @@ import bytescale
 
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 7
 
-MOST_LINES = 51_200
+MOST_LINES = 51_195
 """Lines of Python in src, all together: a new capability is first a deletion. 42,000 is the mark that is missed by this
 much (docs/decisions/tests.md); whoever raises the number writes there why."""
 

@@ -258,16 +258,11 @@ class Costs:
     @cached_property
     def memory(self) -> MeasuredMemory:
         """The memory of the fullest device of a rank: that of the pipeline's fullest stage."""
-        return self.stages.of_run(self.config, domain=self.domain).fullest_stage(self.usable_bytes)
+        return self.stages.of_run(self.config, domain=self.of_mesh.domain).fullest_stage(self.usable_bytes)
 
     @cached_property
     def cost_model(self) -> CostModel:
         return self.of_mesh.planner_costs(self.profile, is_measured=self.config.cost.profile is not None)
-
-    @property
-    def domain(self) -> int:
-        """Consecutive ranks that share parameters and run in lockstep."""
-        return self.of_mesh.domain
 
     def planner(self, name: PlannerName) -> VerifiedPlanner:
         """Return the planner of that name for the ranks of ``cluster``. Raises as ``capacity_tokens``."""
@@ -276,7 +271,7 @@ class Costs:
             self.ranks,
             self.cost_model,
             num_stages=self.cluster.pp,
-            domain=self.domain,
+            domain=self.of_mesh.domain,
             context_length=0 if self.options.batch.lengths else self.config.data.context_length,
             step_times=StepTimes(profile=self.checkpointed_profile, devices=self.cluster),
         )
